@@ -1,0 +1,86 @@
+"""The errors that a user can cause or meet, one class for each exit code.
+
+    ReshardError
+    ├── DocumentError    2   a document or a flag is wrong
+    ├── WeightsError     3   the weights do not fit the documents
+    ├── TransferError    4   the transfer failed: a peer lost, late, or with another plan
+    └── VerifyError      5   a destination element is not what it should be
+
+Each message says what is wrong, where, and what would be right. The command line prints it without a
+traceback; everything else that escapes is a fault of this program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "DocumentError",
+    "Problem",
+    "ReshardError",
+    "TransferError",
+    "VerifyError",
+    "WeightsError",
+    "error_of_exit_code",
+]
+
+
+class ReshardError(Exception):
+    """A failure with a message for people and an exit code for scripts."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake in a document: its file, line (1-based), key path, what is wrong, and the mend."""
+
+    file: str
+    line: int
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        key = f" {self.key}:" if self.key else ""
+        return f"{self.file}:{self.line}:{key} {self.message}"
+
+
+class DocumentError(ReshardError):
+    """A document or a flag is wrong. Carries every problem that one reading found."""
+
+    exit_code = 2
+
+    def __init__(self, message: str = "", problems: list[Problem] | None = None) -> None:
+        self.problems = problems or []
+        lines = ([message] if message else []) + [str(problem) for problem in self.problems]
+        super().__init__("\n".join(lines))
+
+
+class WeightsError(ReshardError):
+    """A tensor is missing, extra, of another shape or dtype, or its file is corrupt."""
+
+    exit_code = 3
+
+
+class TransferError(ReshardError):
+    """A rank was lost, was late, raised, or came with another plan. `rank` is the guilty one, if known."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class VerifyError(ReshardError):
+    """A destination element differs from the value found without the plan."""
+
+    exit_code = 5
+
+
+def error_of_exit_code(exit_code: int, message: str) -> ReshardError:
+    """Return the error whose class has this exit code; codes outside the tree become a TransferError."""
+    classes: dict[int, type[ReshardError]] = {
+        kind.exit_code: kind for kind in (DocumentError, WeightsError, TransferError, VerifyError)
+    }
+    return classes.get(exit_code, TransferError)(message)

@@ -1,0 +1,1 @@
+"""YAML documents and safetensors headers: read, checked, and turned into frozen values."""

@@ -1,0 +1,110 @@
+"""Turns a located YAML value into a pydantic document, and pydantic's errors into problems with lines."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.located import Located, read_yaml
+
+__all__ = ["StrictDocument", "check", "read_document"]
+
+
+class StrictDocument(BaseModel):
+    """The base of every document part: unknown keys are errors, nothing is coerced, nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Document = TypeVar("Document", bound=StrictDocument)
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+}
+
+
+def read_document(path: Path, kind: type[Document]) -> tuple[Document, Located]:
+    """Read and check one YAML document of this kind. Raises DocumentError with all its problems."""
+    located = read_yaml(path)
+    return check(located, kind), located
+
+
+def check(located: Located, kind: type[Document]) -> Document:
+    """Check the located value against the document class. Raises DocumentError with all problems."""
+    try:
+        return kind.model_validate(located.value)
+    except ValidationError as error:
+        problems: dict[tuple[int, str], Problem] = {}
+        for item in error.errors():
+            path = tuple(part for part in item["loc"] if not _is_branch(part, located, item["loc"]))
+            problem = located.problem(path, _message(dict(item), path, kind))
+            problems.setdefault((problem.line, problem.key), problem)
+        raise DocumentError(problems=list(problems.values())) from error
+
+
+def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) -> bool:
+    """Say whether `part` is pydantic's name of a union's branch and not a key of the document."""
+    index = loc.index(part)
+    if not isinstance(part, str) or loc[: index + 1] in located.lines:
+        return False
+    return "[" in part or part in ("str", "int", "TensorEntry", "LayerRange", "list") or part == "function-after"
+
+
+def _message(item: dict[str, Any], path: tuple[int | str, ...], kind: type[BaseModel]) -> str:
+    category, context, value = item["type"], item.get("ctx", {}), item.get("input")
+    if category == "extra_forbidden":
+        known = _known_keys(path, kind)
+        close = difflib.get_close_matches(str(path[-1]), known, 1)
+        mend = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"unknown key {path[-1]!r}; {mend}"
+    if category == "missing":
+        return f"key {path[-1]!r} is missing"
+    if category in _KINDS:
+        return f"must be {_KINDS[category]}, not {_shown(value)}"
+    if category == "greater_than_equal":
+        return f"must be at least {context['ge']}, not {_shown(value)}"
+    if category == "literal_error":
+        return f"must be {context['expected']}, not {_shown(value)}"
+    if category == "too_short":
+        return f"must have at least {context['min_length']} item(s)"
+    if category == "value_error":
+        return str(context["error"])
+    return f"{item['msg']}, not {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _known_keys(path: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
+    current: type[BaseModel] = kind
+    for part in path[:-1]:
+        if isinstance(part, int):
+            continue
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
+        inner = None if field is None else _inner_model(field.annotation)
+        if inner is not None:
+            current = inner
+    return [field.alias or name for name, field in current.model_fields.items()]
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        found = _inner_model(argument)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,288 @@
+"""The layout document: which job it is, its meshes, and what they do to each tensor.
+
+`LayoutDocument` is the schema; `read_layout_document` also checks everything that needs no model: that
+meshes fit the ranks, that rules name real axes and meshes, that patterns and placements can be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.checking import StrictDocument, read_document
+from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
+from reshard_cli.spec.located import KeyPath, Located
+from reshard_cli.spec.names import Pattern, expand_braces, normalise
+from reshard_cli.spec.placement import Placement, Shard, Stage, parse_placement
+
+__all__ = [
+    "LayoutDocument",
+    "LoadedLayout",
+    "Pipeline",
+    "PieceRule",
+    "StorageRule",
+    "TensorRule",
+    "read_layout_document",
+]
+
+Count = Field(ge=1)
+
+
+class Pipeline(StrictDocument):
+    """Which layers each coordinate of the `stage` axis holds, and where tensors without a layer live."""
+
+    layers: list[int] | None = Field(None, description="layers per stage; left out: an even split")
+    first: list[str] = Field([], description="patterns of tensors on the first stage")
+    last: list[str] = Field([], description="patterns of tensors on the last stage")
+
+
+class TensorRule(StrictDocument):
+    """What the axes of one mesh do to the tensors that match; the first rule that matches wins."""
+
+    match: str = Field(description="name pattern: *, {a,b}, {layer}, {expert}")
+    mesh: str | None = Field(None, description="a key of `meshes`; default: the first")
+    place: dict[str, str] = Field({}, description="axis: shard(d), shard(d, parts=n), stage, expert, replicate")
+    pad: dict[str, int] = Field({}, description="dim: padded up to a multiple of this before it is cut")
+    padding: Literal["zero", "keep"] = Field("zero", description="what a refit does to padding rows")
+    dtype: str | None = Field(None, description="storage dtype of these tensors")
+    route: Literal["broadcast", "reshard"] | None = Field(None, description="how these tensors travel")
+
+
+class StorageRule(StrictDocument):
+    """How pieces lie in the rank's own tensor: concatenated, stacked, interleaved, transposed, renamed."""
+
+    tensor: str = Field(description="the storage's name; {layer} {expert} {local_layer} {local_expert}")
+    concat: list[str] = Field([], description="name patterns of the operands, in order")
+    rename: str | None = Field(None, description="instead of concat: a pattern; its *s go into `tensor`")
+    dim: int = Field(0, ge=0, description="dim of the storage along which operands follow each other")
+    stack: Literal["expert"] | None = Field(None, description="the rank's experts become dim 0")
+    interleave: int | None = Field(
+        None, ge=1, description="groups: the whole operands are laid group by group, before the cut"
+    )
+    block: int | None = Field(None, ge=1, description="rows: the rank's shards take turns, block by block")
+    transpose: bool = Field(False, description="the last two dims are swapped in the storage")
+
+
+class PieceRule(StrictDocument):
+    """One explicit box of a tensor on one rank. Pieces of a tensor replace its placement altogether."""
+
+    tensor: str
+    rank: int = Field(ge=0)
+    box: list[list[int]] = Field(description="[start, stop] per dim of the tensor")
+    storage: str | None = Field(None, description="default: the tensor's name")
+
+
+class LayoutDocument(StrictDocument):
+    """One job's layout: ranks, meshes, rules for tensors, storage, and explicit pieces."""
+
+    name: str
+    ranks: int = Count
+    domain: int = Field(8, ge=1, description="consecutive ranks per NVLink domain; default 8")
+    model: str | None = Field(None, description="a model document or checkpoint folder, seen from here")
+    dtype: str | None = Field(None, description="storage dtype where no rule says otherwise")
+    meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
+    pipeline: Pipeline | None = None
+    tensors: list[TensorRule] = []
+    storage: list[StorageRule] = []
+    pieces: list[PieceRule] = []
+    alias: dict[str, str] = Field({}, description="tied tensor: the tensor that it equals")
+    rename: dict[str, str] = Field({}, description="model name pattern: name in this document's rules")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLayout:
+    """A checked layout document with what its text was parsed into, and its lines for later messages."""
+
+    document: LayoutDocument
+    located: Located
+    path: Path
+    meshes: dict[str, dict[str, int]]
+    places: tuple[dict[str, Placement], ...]
+    matches: tuple[Pattern, ...]
+
+    def mesh_of(self, rule: int) -> str:
+        """Return the mesh name of a tensor rule: its own, or the document's first."""
+        return self.document.tensors[rule].mesh or next(iter(self.meshes))
+
+
+class _Checker:
+    """Collects the problems of one document."""
+
+    def __init__(self, document: LayoutDocument, located: Located) -> None:
+        self.document = document
+        self.located = located
+        self.problems: list[Problem] = []
+        self.meshes = dict(document.meshes) or {"ranks": {"rank": document.ranks}}
+
+    def add(self, path: KeyPath, message: str) -> None:
+        self.problems.append(self.located.problem(path, message))
+
+    def tried(self, path: KeyPath, build: Callable[[], object]) -> object:
+        """Return what `build` makes of a text, or None after noting its ValueError at `path`."""
+        try:
+            return build()
+        except ValueError as error:
+            self.add(path, str(error))
+            return None
+
+    def dtype(self, path: KeyPath, name: str | None) -> None:
+        if name is not None and name not in ITEM_SIZE:
+            self.add(path, f"unknown dtype {name!r}; {dtype_hint(name)}")
+
+    def mesh_sizes(self) -> None:
+        ranks = self.document.ranks
+        for name, axes in self.document.meshes.items():
+            small = [axis for axis, size in axes.items() if size < 1]
+            for axis in small:
+                self.add(("meshes", name, axis), f"an axis has at least 1 coordinate, not {axes[axis]}")
+            if not axes:
+                self.add(("meshes", name), "a mesh names at least one axis, as {tp: 4}")
+            elif not small and math.prod(axes.values()) != ranks:
+                product = " * ".join(str(size) for size in axes.values())
+                self.add(
+                    ("meshes", name),
+                    f"{product} = {math.prod(axes.values())} is not the job's {ranks} ranks",
+                )
+
+    def pipeline(self) -> None:
+        pipeline = self.document.pipeline
+        if pipeline is None:
+            return
+        for index, count in enumerate(pipeline.layers or []):
+            if count < 0:
+                self.add(("pipeline", "layers", index), f"a stage holds 0 or more layers, not {count}")
+        for key, patterns in (("first", pipeline.first), ("last", pipeline.last)):
+            for index, pattern in enumerate(patterns):
+                self.tried(("pipeline", key, index), lambda pattern=pattern: Pattern(pattern))
+
+    def rule(self, index: int) -> tuple[Pattern | None, dict[str, Placement]]:
+        rule = self.document.tensors[index]
+        where: KeyPath = ("tensors", index)
+        pattern = self.tried((*where, "match"), lambda: Pattern(rule.match))
+        self.dtype((*where, "dtype"), rule.dtype)
+        mesh = rule.mesh if rule.mesh is not None else next(iter(self.meshes))
+        axes = self.meshes.get(mesh)
+        if axes is None:
+            self.add((*where, "mesh"), f"no mesh {mesh!r}; meshes: {', '.join(self.meshes)}")
+        placed: dict[str, Placement] = {}
+        for axis, text in rule.place.items():
+            placement = self.tried((*where, "place", axis), lambda text=text: parse_placement(text))
+            if axes is None:
+                continue
+            if axis not in axes:
+                self.add((*where, "place", axis), f"mesh {mesh!r} has no axis {axis!r}; axes: {', '.join(axes)}")
+            elif placement is not None:
+                self.placement((*where, "place", axis), axes[axis], placement)
+                placed[axis] = placement  # type: ignore[assignment]
+        stages = [axis for axis, placement in placed.items() if isinstance(placement, Stage)]
+        if len(stages) > 1:
+            self.add((*where, "place", stages[1]), "two axes are `stage`; a layer has one stage")
+        self.padding(where, rule)
+        return pattern if isinstance(pattern, Pattern) else None, placed
+
+    def placement(self, where: KeyPath, size: int, placement: object) -> None:
+        if isinstance(placement, Shard) and placement.parts is not None and size % placement.parts:
+            self.add(where, f"{placement.parts} parts do not divide the axis of {size} coordinates evenly")
+        if isinstance(placement, Stage):
+            pipeline = self.document.pipeline
+            if pipeline is None:
+                self.add(where, "`stage` needs the document's `pipeline`: {layers: [...], first, last}")
+            elif pipeline.layers is not None and len(pipeline.layers) != size:
+                self.add(
+                    where, f"the axis has {size} coordinates, pipeline.layers names {len(pipeline.layers)}"
+                )
+
+    def padding(self, where: KeyPath, rule: TensorRule) -> None:
+        for dim, multiple in rule.pad.items():
+            if not dim.isdigit():
+                self.add((*where, "pad", dim), f"a dim is a whole number from 0, not {dim!r}")
+            if multiple < 1:
+                self.add((*where, "pad", dim), f"a multiple is at least 1, not {multiple}")
+
+    def storage(self, index: int) -> None:
+        rule = self.document.storage[index]
+        where: KeyPath = ("storage", index)
+        if bool(rule.concat) == (rule.rename is not None):
+            self.add(where, "write either `concat` (a list of patterns) or `rename` (one pattern)")
+        for position, pattern in enumerate(rule.concat):
+            for choice in expand_braces(pattern):
+                if "*" in choice:
+                    self.add((*where, "concat", position), "an operand is named in full; `*` is not taken here")
+                    break
+                if self.tried((*where, "concat", position), lambda choice=choice: Pattern(choice)) is None:
+                    break
+        if rule.rename is not None:
+            pattern = self.tried((*where, "rename"), lambda: Pattern(rule.rename or ""))
+            if pattern is not None and rule.rename.count("*") < rule.tensor.count("*"):
+                self.add((*where, "tensor"), "has more `*` than `rename`")
+            for key in ("stack", "interleave", "block"):
+                if getattr(rule, key) is not None:
+                    self.add((*where, key), "goes with `concat`, not with `rename`")
+        elif "*" in rule.tensor:
+            self.add((*where, "tensor"), "`*` goes with `rename`, not with `concat`")
+        if rule.interleave is not None and rule.block is not None:
+            self.add((*where, "block"), "`interleave` and `block` cannot both lay out one storage")
+        if rule.stack == "expert" and "{expert}" in rule.tensor:
+            self.add((*where, "tensor"), "a stack holds all the rank's experts; leave {expert} out of its name")
+        if rule.stack == "expert" and rule.dim == 0 and len(rule.concat) > 0 and self._operands(rule) > 1:
+            self.add((*where, "dim"), "dim 0 of a stack is the expert; concatenate along 1 or more")
+
+    @staticmethod
+    def _operands(rule: StorageRule) -> int:
+        return sum(len(expand_braces(pattern)) for pattern in rule.concat)
+
+    def piece(self, index: int) -> None:
+        piece = self.document.pieces[index]
+        where: KeyPath = ("pieces", index)
+        if piece.rank >= self.document.ranks:
+            self.add((*where, "rank"), f"the job has ranks 0 to {self.document.ranks - 1}, not {piece.rank}")
+        for dim, interval in enumerate(piece.box):
+            if len(interval) != 2:
+                self.add((*where, "box", dim), f"a box has [start, stop] per dim, not {interval}")
+            elif not 0 <= interval[0] <= interval[1]:
+                self.add((*where, "box", dim), f"[start, stop] needs 0 <= start <= stop, not {interval}")
+
+    def alias(self) -> None:
+        for name, target in self.document.alias.items():
+            if normalise(name) == normalise(target):
+                self.add(("alias", name), "a tensor cannot be its own alias")
+            elif target in self.document.alias:
+                self.add(("alias", name), f"{target!r} is an alias itself; name the tensor that it stands for")
+
+    def rename(self) -> None:
+        for pattern, target in self.document.rename.items():
+            self.tried(("rename", pattern), lambda pattern=pattern: Pattern(pattern))
+            if target.count("*") > pattern.count("*"):
+                self.add(("rename", pattern), "the new name has more `*` than the pattern")
+
+
+def read_layout_document(path: Path) -> LoadedLayout:
+    """Read and check one layout document. Raises DocumentError with every problem it has."""
+    document, located = read_document(path, LayoutDocument)
+    checker = _Checker(document, located)
+    checker.dtype(("dtype",), document.dtype)
+    checker.mesh_sizes()
+    checker.pipeline()
+    rules = [checker.rule(index) for index in range(len(document.tensors))]
+    for index in range(len(document.storage)):
+        checker.storage(index)
+    for index in range(len(document.pieces)):
+        checker.piece(index)
+    checker.alias()
+    checker.rename()
+    if not document.tensors and not document.pieces:
+        checker.add((), "no `tensors` and no `pieces`: nothing says what the ranks hold")
+    if checker.problems:
+        raise DocumentError(problems=checker.problems)
+    matches = tuple(pattern for pattern, _ in rules if pattern is not None)
+    return LoadedLayout(
+        document, located, path, checker.meshes, tuple(place for _, place in rules), matches
+    )
+
+

@@ -1,0 +1,138 @@
+"""Reads a YAML file into plain values and remembers the line of every key and item.
+
+Only mappings with string keys, sequences and scalars are taken: no tags, no anchors (an alias can blow a
+small file up to any size), no second document. A duplicate key is an error, as it silently hides a line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard_cli.errors import DocumentError, Problem
+
+__all__ = ["KeyPath", "Located", "key_text", "read_yaml"]
+
+KeyPath = tuple[str | int, ...]
+_MAX_BYTES = 8 << 20
+_MAX_DEPTH = 32
+
+
+@dataclass(slots=True)
+class Located:
+    """A YAML document's plain value, its file, and the line of each key path."""
+
+    file: str
+    value: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def line(self, path: KeyPath) -> int:
+        """Return the line of `path`, or of its nearest ancestor that has one."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.lines:
+                return self.lines[path[:length]]
+        return 1
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """Return a problem that points at `path` in this document."""
+        return Problem(self.file, self.line(path), key_text(path), message)
+
+
+def key_text(path: KeyPath) -> str:
+    """Return a key path as people write it: `tensors[1].place.tp`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
+    return text
+
+
+def read_yaml(path: Path) -> Located:
+    """Read one YAML mapping. Raises DocumentError with file and line for anything else."""
+    file = str(path)
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise DocumentError(f"{file}: larger than {_MAX_BYTES >> 20} MiB; this is no layout document")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(problems=[Problem(file, 1, "", f"not UTF-8 text: {error.reason}")]) from error
+    except OSError as error:
+        raise DocumentError(f"{file}: cannot be read: {error.strerror}") from error
+    loader = yaml.SafeLoader(text)
+    problems: list[Problem] = []
+    located = Located(file, {})
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            where = node.start_mark.line + 1 if node is not None else 1
+            raise DocumentError(problems=[Problem(file, where, "", "a document is a mapping (key: value)")])
+        located.lines[()] = node.start_mark.line + 1
+        located.value = _plain(loader, node, (), located, problems, set())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        what = " ".join(str(part) for part in (error.context, error.problem) if part)
+        raise DocumentError(problems=[Problem(file, line, "", f"not YAML: {what}")]) from error
+    except yaml.YAMLError as error:
+        raise DocumentError(problems=[Problem(file, 1, "", f"not YAML: {error}")]) from error
+    except RecursionError as error:
+        raise DocumentError(problems=[Problem(file, 1, "", "nested too deeply")]) from error
+    finally:
+        loader.dispose()
+    if problems:
+        raise DocumentError(problems=problems)
+    return located
+
+
+def _plain(
+    loader: yaml.SafeLoader,
+    node: yaml.Node,
+    path: KeyPath,
+    located: Located,
+    problems: list[Problem],
+    seen: set[int],
+) -> Any:
+    line = node.start_mark.line + 1
+    located.lines.setdefault(path, line)
+    if len(path) > _MAX_DEPTH:
+        problems.append(Problem(located.file, line, key_text(path), "nested too deeply"))
+        return None
+    if not isinstance(node, yaml.ScalarNode):
+        if id(node) in seen:
+            message = "anchors and aliases are not taken; write the value out"
+            problems.append(Problem(located.file, line, key_text(path), message))
+            return None
+        seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key_line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                problems.append(Problem(located.file, key_line, key_text(path), "a key must be plain text"))
+                continue
+            # `layer: {0: 64}` has a whole number as its key; every key is kept as its text
+            key = str(key_node.value)
+            if key in mapping:
+                message = f"key {key!r} stands twice; the second would hide the first"
+                problems.append(Problem(located.file, key_line, key_text((*path, key)), message))
+                continue
+            located.lines[(*path, key)] = key_line
+            mapping[key] = _plain(loader, value_node, (*path, key), located, problems, seen)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _plain(loader, item, (*path, index), located, problems, seen)
+            for index, item in enumerate(node.value)
+        ]
+    known = ("str", "int", "float", "bool", "null")
+    if node.tag.rpartition(":")[2] not in known:
+        message = f"a value of kind {node.tag.rpartition(':')[2]!r} is not taken here; quote it if it is text"
+        problems.append(Problem(located.file, line, key_text(path), message))
+        return None
+    try:
+        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        problems.append(Problem(located.file, line, key_text(path), f"not a value: {error}"))
+        return None

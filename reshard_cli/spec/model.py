@@ -1,0 +1,141 @@
+"""The logical tensors of a model: names, global shapes, dtypes. The experts of a projection are one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from reshard_cli.errors import WeightsError
+from reshard_cli.spec.dtypes import item_size
+from reshard_cli.spec.headers import StoredTensor
+from reshard_cli.spec.names import Pattern, fill, normalise, substitute, template_of
+
+__all__ = ["LogicalTensor", "Model", "model_of_checkpoint", "rename_model"]
+
+# stands for every expert's number while a pattern is matched: no model has so many
+_ANY_EXPERT = "987654321"
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A logical weight.
+
+    `name` is concrete but for `{expert}`, where the experts of one projection are one tensor: then dim 0
+    of `shape` counts the experts. `layer` is None for a tensor outside the layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None = None
+    has_experts: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements, over all experts."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole tensor in its own dtype."""
+        return self.num_elements * item_size(self.dtype)
+
+    def names(self) -> list[str]:
+        """Return the names under which a checkpoint holds it: one, or one per expert."""
+        if not self.has_experts:
+            return [self.name]
+        return [fill(self.name, expert=expert) for expert in range(self.shape[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's logical tensors, in their order; `origin` says where they were read."""
+
+    name: str
+    tensors: tuple[LogicalTensor, ...]
+    origin: str = ""
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors as a checkpoint names them: each expert's counts."""
+        return sum(tensor.shape[0] if tensor.has_experts else 1 for tensor in self.tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors in their own dtypes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
+    """Return the model that a checkpoint's headers describe, in order of their names.
+
+    Raises WeightsError where two stored names become one when normalised.
+    """
+    seen: dict[str, str] = {}
+    groups: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    tensors: list[LogicalTensor] = []
+    for stored_name, tensor in stored.items():
+        plain = normalise(stored_name)
+        if plain in seen:
+            raise WeightsError(f"{tensor.file}: {stored_name!r} and {seen[plain]!r} are one tensor, {plain!r}")
+        seen[plain] = stored_name
+        template, layer, expert = template_of(plain)
+        if expert is None:
+            tensors.append(LogicalTensor(plain, tensor.shape, tensor.dtype, layer))
+        else:
+            groups[fill(template, layer=layer)][expert] = tensor
+    for template, experts in groups.items():
+        tensors.extend(_experts(template, experts))
+    return Model(name, tuple(sorted(tensors, key=lambda tensor: _order(tensor.name))), origin=name)
+
+
+def _experts(template: str, experts: Mapping[int, StoredTensor]) -> list[LogicalTensor]:
+    """Return the one tensor of a projection's experts, or one for each where they differ or have gaps."""
+    layer = template_of(template.replace("{expert}", "0"))[1]
+    kinds = {(tensor.shape, tensor.dtype) for tensor in experts.values()}
+    if len(kinds) == 1 and sorted(experts) == list(range(len(experts))):
+        shape, dtype = next(iter(kinds))
+        return [LogicalTensor(template, (len(experts), *shape), dtype, layer, has_experts=True)]
+    return [
+        LogicalTensor(fill(template, expert=expert), tensor.shape, tensor.dtype, layer)
+        for expert, tensor in experts.items()
+    ]
+
+
+def _order(name: str) -> tuple[tuple[int, str], ...]:
+    """Order names as people do: numbers by value."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+
+
+def rename_model(model: Model, rules: Mapping[str, str]) -> Model:
+    """Return the model with every name normalised and put through the first rename rule that fits.
+
+    Raises WeightsError where two tensors would get one name.
+    """
+    patterns = [(Pattern(text), target) for text, target in rules.items()]
+    tensors = [replace(tensor, name=_renamed(tensor.name, patterns)) for tensor in model.tensors]
+    counts: dict[str, LogicalTensor] = {}
+    for before, after in zip(model.tensors, tensors, strict=True):
+        if after.name in counts:
+            raise WeightsError(
+                f"{model.origin or model.name}: {before.name!r} and another tensor are both called {after.name!r}"
+            )
+        counts[after.name] = after
+    return replace(model, tensors=tuple(tensors))
+
+
+def _renamed(name: str, patterns: Iterable[tuple[Pattern, str]]) -> str:
+    plain = normalise(name).replace("{expert}", _ANY_EXPERT)
+    for pattern, target in patterns:
+        groups = pattern.groups(plain)
+        if groups is not None:
+            plain = substitute(target, groups)
+            break
+    return plain.replace(_ANY_EXPERT, "{expert}")

@@ -1,0 +1,228 @@
+"""The model document: a thousand tensors in a few dozen lines of YAML, read and written.
+
+    name: small-moe
+    dtype: bfloat16
+    sizes: {hidden: 256, layers: 4, experts: 8, width: 64}
+    ranges: {layer: layers, expert: experts}
+    tensors:
+      model.embed_tokens.weight: [1000, hidden]
+      "model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight": [width, hidden]
+      "model.layers.{layer}.mlp.gate.bias": {shape: [experts], dtype: float32, layers: {from: 1}}
+
+Shapes and ranges are whole-number expressions of the sizes. `{layer}` and `{expert}` run over their
+ranges, `{a,b}` over the choices; `layers` restricts an entry to some layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field
+
+from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.checking import StrictDocument, read_document
+from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
+from reshard_cli.spec.expressions import evaluate
+from reshard_cli.spec.headers import index_folder
+from reshard_cli.spec.located import KeyPath, Located
+from reshard_cli.spec.model import LogicalTensor, Model, model_of_checkpoint
+from reshard_cli.spec.names import expand_braces, fill, normalise, template_of
+
+__all__ = ["ModelDocument", "model_document_text", "read_model"]
+
+_MAX_TENSORS = 2_000_000
+Expression = Annotated[str | int, Field(description="a whole number, or an expression of the sizes")]
+
+
+class LayerRange(StrictDocument):
+    """Some of the layers: from, from+step, … below to."""
+
+    start: Expression = Field(0, alias="from")
+    to: Expression | None = None
+    step: Expression = 1
+
+
+class TensorEntry(StrictDocument):
+    """One entry with more than a shape."""
+
+    shape: list[Expression]
+    dtype: str | None = None
+    layers: LayerRange | list[int] | None = None
+    experts: Expression | None = None
+
+
+class Ranges(StrictDocument):
+    """How far `{layer}` and `{expert}` run."""
+
+    layer: Expression | None = None
+    expert: Expression | None = None
+
+
+class ModelDocument(StrictDocument):
+    """A model's tensors by name, as expressions of named sizes."""
+
+    name: str
+    dtype: str
+    sizes: dict[str, Expression] = {}
+    ranges: Ranges = Ranges()
+    tensors: dict[str, list[Expression] | TensorEntry] = Field(min_length=1)
+
+
+class _Reader:
+    """Expands one model document and collects its problems."""
+
+    def __init__(self, document: ModelDocument, located: Located) -> None:
+        self.document = document
+        self.located = located
+        self.problems: list[Problem] = []
+        self.sizes: dict[str, int] = {}
+        self.tensors: dict[str, LogicalTensor] = {}
+
+    def add(self, path: KeyPath, message: str) -> None:
+        self.problems.append(self.located.problem(path, message))
+
+    def number(self, path: KeyPath, expression: str | int, least: int) -> int:
+        try:
+            value = evaluate(expression, self.sizes)
+        except ValueError as error:
+            self.add(path, str(error))
+            return least
+        if value < least:
+            self.add(path, f"{expression!r} is {value}; it must be at least {least}")
+            return least
+        return value
+
+    def run(self) -> None:
+        for name, expression in self.document.sizes.items():
+            self.sizes[name] = self.number(("sizes", name), expression, 0)
+        if self.document.dtype not in ITEM_SIZE:
+            self.add(
+                ("dtype",), f"unknown dtype {self.document.dtype!r}; {dtype_hint(self.document.dtype)}"
+            )
+        for pattern, entry in self.document.tensors.items():
+            self.entry(pattern, entry)
+            if len(self.tensors) > _MAX_TENSORS:
+                self.add(("tensors", pattern), f"more than {_MAX_TENSORS} tensors")
+                return
+
+    def range_of(self, word: str, path: KeyPath) -> int:
+        expression = getattr(self.document.ranges, word)
+        if expression is None:
+            self.add(path, f"{{{word}}} needs `ranges: {{{word}: ...}}`")
+            return 0
+        return self.number(("ranges", word), expression, 1)
+
+    def entry(self, pattern: str, entry: list[str | int] | TensorEntry) -> None:
+        where: KeyPath = ("tensors", pattern)
+        if isinstance(entry, TensorEntry):
+            shape_path, expressions, dtype = (*where, "shape"), entry.shape, entry.dtype
+        else:
+            shape_path, expressions, dtype = where, entry, None
+        shape = tuple(self.number((*shape_path, i), value, 0) for i, value in enumerate(expressions))
+        if dtype is not None and dtype not in ITEM_SIZE:
+            self.add((*where, "dtype"), f"unknown dtype {dtype!r}; {dtype_hint(dtype)}")
+        if "*" in pattern:
+            self.add(where, "a model names its tensors in full; `*` is not taken here")
+            return
+        has_layer, has_expert = "{layer}" in pattern, "{expert}" in pattern
+        experts = self.experts(where, entry) if has_expert else 0
+        layers: list[int | None] = [None]
+        if has_layer:
+            layers = list(self.layers(where, entry))
+        elif isinstance(entry, TensorEntry) and entry.layers is not None:
+            self.add((*where, "layers"), "the name has no {layer}")
+        for template in expand_braces(pattern):
+            if "{" in fill(template, layer=0, expert=0):
+                self.add(where, "a brace is neither a choice {a,b} nor {layer} or {expert}")
+                return
+            for layer in layers:
+                self.tensor(where, template, layer, shape, dtype or self.document.dtype, experts)
+
+    def experts(self, where: KeyPath, entry: list[str | int] | TensorEntry) -> int:
+        if isinstance(entry, TensorEntry) and entry.experts is not None:
+            return self.number((*where, "experts"), entry.experts, 1)
+        return self.range_of("expert", where)
+
+    def layers(self, where: KeyPath, entry: list[str | int] | TensorEntry) -> list[int]:
+        count = self.range_of("layer", where)
+        chosen = entry.layers if isinstance(entry, TensorEntry) else None
+        path: KeyPath = (*where, "layers")
+        if chosen is None:
+            return list(range(count))
+        if isinstance(chosen, LayerRange):
+            start = self.number((*path, "from"), chosen.start, 0)
+            stop = count if chosen.to is None else self.number((*path, "to"), chosen.to, 0)
+            chosen = list(range(start, stop, self.number((*path, "step"), chosen.step, 1)))
+        outside = [layer for layer in chosen if not 0 <= layer < count]
+        if outside:
+            self.add(path, f"layer {outside[0]} is not among the model's layers 0 to {count - 1}")
+        if len(set(chosen)) != len(chosen):
+            self.add(path, "a layer stands twice")
+        return [layer for layer in chosen if 0 <= layer < count]
+
+    def tensor(
+        self, where: KeyPath, template: str, layer: int | None, shape: tuple[int, ...], dtype: str, experts: int
+    ) -> None:
+        name = normalise(fill(template, layer=layer))
+        if layer is None:
+            # a name written out in full, as `layers.3.`, has its layer all the same
+            layer = template_of(name.replace("{expert}", "0"))[1]
+        if name in self.tensors:
+            if len(self.problems) < 100:
+                self.add(where, f"tensor {name!r} is named by two entries")
+            return
+        whole = (experts, *shape) if experts else shape
+        self.tensors[name] = LogicalTensor(name, whole, dtype, layer, has_experts=bool(experts))
+
+
+def read_model(path: Path) -> Model:
+    """Return the model of a YAML document, or of a checkpoint folder (or one safetensors file).
+
+    Raises DocumentError for a wrong document, WeightsError for a corrupt checkpoint.
+    """
+    if path.is_dir():
+        return model_of_checkpoint(str(path), index_folder(path))
+    if not path.exists():
+        raise DocumentError(f"{path}: no such model document or checkpoint folder")
+    document, located = read_document(path, ModelDocument)
+    reader = _Reader(document, located)
+    reader.run()
+    if reader.problems:
+        raise DocumentError(problems=reader.problems)
+    return Model(document.name, tuple(reader.tensors.values()), origin=str(path))
+
+
+def model_document_text(model: Model, name: str) -> str:
+    """Return a model document that describes exactly these tensors; entries of all layers are merged."""
+    families: dict[tuple[str, tuple[int, ...], str, int], list[LogicalTensor]] = defaultdict(list)
+    for tensor in model.tensors:
+        template, layer = tensor.name, tensor.layer
+        if layer is not None:
+            template = template_of(tensor.name.replace("{expert}", "0"))[0]
+        experts = tensor.shape[0] if tensor.has_experts else 0
+        families[template, tensor.shape, tensor.dtype, experts].append(tensor)
+    num_layers = max((t.layer + 1 for t in model.tensors if t.layer is not None), default=0)
+    expert_counts = {experts for _, _, _, experts in families if experts}
+    num_experts = max(expert_counts, default=0)
+    dtypes = [tensor.dtype for tensor in model.tensors]
+    dtype = max(sorted(set(dtypes)), key=dtypes.count) if dtypes else "float32"
+    entries: dict[str, object] = {}
+    for (template, shape, own_dtype, experts), tensors in families.items():
+        layers = [tensor.layer for tensor in tensors if tensor.layer is not None]
+        merged = bool(layers) and template not in entries
+        for key, chosen in [(template, layers)] if merged else [(t.name, []) for t in tensors]:
+            inner = list(shape[1:]) if experts else list(shape)
+            entry: dict[str, object] = {"shape": inner}
+            if own_dtype != dtype:
+                entry["dtype"] = own_dtype
+            if experts not in (0, num_experts):
+                entry["experts"] = experts
+            if merged and chosen != list(range(num_layers)):
+                entry["layers"] = chosen
+            entries[key] = entry if len(entry) > 1 else inner
+    ranges = {key: count for key, count in (("layer", num_layers), ("expert", num_experts)) if count}
+    document = {"name": name, "dtype": dtype, "ranges": ranges, "tensors": entries}
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=110)

@@ -1,0 +1,121 @@
+"""Tensor names: normalising, patterns with braces and captures, and where the layer and expert stand.
+
+The layer of a name is its first component that is a whole number, the expert the whole number after a
+component `experts` (or `expert`). A name with these replaced by `{layer}` and `{expert}` is a template.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+__all__ = ["Pattern", "expand_braces", "fill", "normalise", "substitute", "template_of"]
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_CAPTURES = ("{layer}", "{expert}", "{local_layer}", "{local_expert}")
+_TOKEN = re.compile(r"\{layer\}|\{expert\}|\{[^{}]*\}|\*")
+
+
+def normalise(name: str) -> str:
+    """Return the name without what compile, FSDP, activation checkpointing and DDP put into it.
+
+    `module.` is only a wrapper where it leads the name; inside a name it may be a real module's.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def template_of(name: str) -> tuple[str, int | None, int | None]:
+    """Return (template, layer, expert) of a concrete name; None where the name has no such number."""
+    parts = name.split(".")
+    layer = expert = None
+    for index, part in enumerate(parts):
+        if not (part.isascii() and part.isdigit()):
+            continue
+        if index and parts[index - 1] in ("experts", "expert"):
+            if expert is None:
+                expert, parts[index] = int(part), "{expert}"
+        elif layer is None:
+            layer, parts[index] = int(part), "{layer}"
+    return ".".join(parts), layer, expert
+
+
+def fill(template: str, **numbers: int | None) -> str:
+    """Return the template with `{layer}`, `{expert}`, … replaced by the numbers that are not None."""
+    for key, number in numbers.items():
+        if number is not None:
+            template = template.replace(f"{{{key}}}", str(number))
+    return template
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the pattern once per choice of its `{a,b}` groups, in the order written; captures stay."""
+    parts: list[list[str]] = []
+    position = 0
+    for token in re.finditer(r"\{([^{}]*)\}", pattern):
+        parts.append([pattern[position : token.start()]])
+        whole = token.group(0)
+        parts.append([whole] if whole in _CAPTURES else token.group(1).split(","))
+        position = token.end()
+    parts.append([pattern[position:]])
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def substitute(target: str, groups: tuple[str, ...]) -> str:
+    """Return `target` with its `*`s and captures replaced, in order, by what a pattern took of a name."""
+    remaining = iter(groups)
+    return re.sub(r"\*|\{layer\}|\{expert\}", lambda _: next(remaining, ""), target)
+
+
+class Pattern:
+    """A name pattern: `*` any run of characters, `{a,b}` either, `{layer}` `{expert}` a whole number."""
+
+    __slots__ = ("_regex", "text")
+
+    def __init__(self, text: str) -> None:
+        """Compile the pattern. Raises ValueError with the mend for a brace that is open or empty."""
+        self.text = text
+        self._regex = _compile(text)
+
+    def matches(self, name: str) -> bool:
+        """Say whether the whole name fits the pattern."""
+        return self._regex.fullmatch(name) is not None
+
+    def groups(self, name: str) -> tuple[str, ...] | None:
+        """Return what each `*` and capture took of the name, in order, or None where it does not fit."""
+        match = self._regex.fullmatch(name)
+        return None if match is None else match.groups()
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(text: str) -> re.Pattern[str]:
+    if not text:
+        raise ValueError("an empty pattern matches nothing; write '*' for every name")
+    regex = ""
+    position = 0
+    for token in _TOKEN.finditer(text):
+        regex += _literal(text[position : token.start()])
+        word = token.group(0)
+        if word == "*":
+            regex += "(.*)"
+        elif word in ("{layer}", "{expert}"):
+            regex += r"(\d+)"
+        else:
+            choices = word[1:-1].split(",")
+            if len(choices) < 2 or not all(choices):
+                raise ValueError(
+                    f"{word!r} is neither a choice like {{q,k}} nor a capture ({{layer}}, {{expert}})"
+                )
+            regex += "(?:" + "|".join(re.escape(choice) for choice in choices) + ")"
+        position = token.end()
+    return re.compile(regex + _literal(text[position:]))
+
+
+def _literal(text: str) -> str:
+    if "{" in text or "}" in text:
+        raise ValueError("a brace is open: write a choice as {a,b}, a capture as {layer} or {expert}")
+    return re.escape(text)
