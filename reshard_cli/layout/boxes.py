@@ -1,0 +1,84 @@
+"""Boxes as arrays: `lo` and `hi` of shape [n, dims], half-open. Pure functions, no tensor data."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Ints", "disjoint", "make_disjoint", "overlaps", "unique_boxes", "volumes"]
+
+Ints = NDArray[np.int64]
+
+
+def volumes(lo: Ints, hi: Ints) -> Ints:
+    """Return the number of elements of each box, 0 where it is empty; a box of no dims holds one."""
+    return np.prod(np.maximum(hi - lo, 0), axis=1, dtype=np.int64)
+
+
+def unique_boxes(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the distinct boxes (lo, hi) in lexicographic order, and for each input the index of its own."""
+    dims = lo.shape[1]
+    if dims == 0:
+        return lo[:1], hi[:1], np.zeros(len(lo), np.int64)
+    both, inverse = np.unique(np.concatenate([lo, hi], axis=1), axis=0, return_inverse=True)
+    return both[:, :dims], both[:, dims:], inverse.reshape(-1).astype(np.int64)
+
+
+def overlaps(lo: Ints, hi: Ints, other_lo: Ints, other_hi: Ints) -> tuple[Ints, Ints]:
+    """Return the index pairs (i, j) of boxes that share an element with one of the other boxes.
+
+    Compares the distinct intervals of each dim and combines the dims' answers, so the cost per pair of
+    boxes is one byte and one operation per dim.
+    """
+    mask = np.ones((len(lo), len(other_lo)), bool)
+    for dim in range(lo.shape[1]):
+        mine, my_index = np.unique(np.stack([lo[:, dim], hi[:, dim]], 1), axis=0, return_inverse=True)
+        theirs, index = np.unique(
+            np.stack([other_lo[:, dim], other_hi[:, dim]], 1), axis=0, return_inverse=True
+        )
+        start = np.maximum(mine[:, None, 0], theirs[None, :, 0])
+        stop = np.minimum(mine[:, None, 1], theirs[None, :, 1])
+        if len(mine) == 1 and len(theirs) == 1 and start[0, 0] < stop[0, 0]:
+            continue
+        mask &= (start < stop)[np.ix_(my_index.reshape(-1), index.reshape(-1))]
+    first, second = np.nonzero(mask)
+    return first.astype(np.int64), second.astype(np.int64)
+
+
+def disjoint(lo: Ints, hi: Ints) -> bool:
+    """Say whether no two of these boxes share an element."""
+    first, second = overlaps(lo, hi, lo, hi)
+    return bool(np.all(first == second))
+
+
+def make_disjoint(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut boxes so that any two of the results are equal or share nothing.
+
+    Returns (lo, hi, origin): the cut boxes and for each the index of the box that it is a part of. Boxes
+    that already are so come back as they are. Meant for explicit pieces: placements never overlap partly.
+    """
+    unique_lo, unique_hi, _ = unique_boxes(lo, hi)
+    if disjoint(unique_lo, unique_hi):
+        return lo, hi, np.arange(len(lo), dtype=np.int64)
+    dims = lo.shape[1]
+    cuts = [np.unique(np.concatenate([lo[:, dim], hi[:, dim]])) for dim in range(dims)]
+    out_lo: list[tuple[int, ...]] = []
+    out_hi: list[tuple[int, ...]] = []
+    origin: list[int] = []
+    for index in range(len(lo)):
+        edges = []
+        for dim in range(dims):
+            inside = cuts[dim][(cuts[dim] >= lo[index, dim]) & (cuts[dim] <= hi[index, dim])]
+            edges.append(list(itertools.pairwise(inside.tolist())))
+        for cell in itertools.product(*edges):
+            out_lo.append(tuple(start for start, _ in cell))
+            out_hi.append(tuple(stop for _, stop in cell))
+            origin.append(index)
+    shape = (len(origin), dims)
+    return (
+        np.array(out_lo, np.int64).reshape(shape),
+        np.array(out_hi, np.int64).reshape(shape),
+        np.array(origin, np.int64),
+    )

@@ -1,0 +1,143 @@
+"""Which boxes of one tensor each rank holds, and where they lie in the rank's local tensor.
+
+The local tensor is the rank's shard, padding included; where several tensors are interleaved before the
+cut (Megatron's linear_qkv), it is the rank's shard of the fused tensor, and each operand finds its rows
+in it. Everything is per geometry, not per tensor: tensors that are cut alike share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_cli.layout.boxes import Ints
+from reshard_cli.layout.cut import Shards, cut
+from reshard_cli.spec.placement import Placement
+
+__all__ = ["Holdings", "Interleaved", "explicit_holdings", "interleaved_holdings", "placed_holdings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The pieces of one tensor over a whole job.
+
+    rank [n]; lo, hi [n, dims]: the logical box; local_lo [n, dims]: where it starts in the rank's local
+    tensor; local_shape [ranks, dims]: that tensor's shape, with padding (all zeros where absent);
+    present [ranks]: whether the rank has such a local tensor, be it empty.
+    """
+
+    rank: Ints
+    lo: Ints
+    hi: Ints
+    local_lo: Ints
+    local_shape: Ints
+    present: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """One operand's part in an interleaved storage: its place among the operands, along one dim.
+
+    sizes: each operand's rows; index: which one is meant; num_groups: the groups that each is cut into.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    index: int
+    num_groups: int
+
+
+def placed_holdings(
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    place: Mapping[str, Placement],
+    *,
+    stage: frozenset[int] | None,
+    has_experts: bool,
+    pad: Mapping[int, int],
+) -> Holdings:
+    """Return what each rank holds of a tensor by its placement; empty shards leave no piece."""
+    padded = tuple(-(-size // pad.get(dim, 1)) * pad.get(dim, 1) for dim, size in enumerate(shape))
+    shards = cut(padded, axes, place, stage=stage, has_experts=has_experts)
+    rank, lo, hi, local_lo = _boxes(shards)
+    hi = np.minimum(hi, np.array(shape, np.int64).reshape(1, -1))
+    return _holdings(shards, rank, lo, hi, local_lo)
+
+
+def interleaved_holdings(
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    place: Mapping[str, Placement],
+    fused: Interleaved,
+    *,
+    stage: frozenset[int] | None,
+    has_experts: bool,
+) -> Holdings:
+    """Return what each rank holds of one operand of a fused tensor that is interleaved before the cut.
+
+    The fused rows are, group by group, each operand's share of the group; a cut may pass through a group.
+    """
+    dim = fused.dim
+    whole = (*shape[:dim], sum(fused.sizes), *shape[dim + 1 :])
+    shards = cut(whole, axes, place, stage=stage, has_experts=has_experts)
+    rank, lo, hi, local_lo = _boxes(shards)
+    rows = shape[dim] // fused.num_groups
+    group_rows = sum(fused.sizes) // fused.num_groups
+    before = sum(size // fused.num_groups for size in fused.sizes[: fused.index])
+    groups = np.arange(fused.num_groups, dtype=np.int64)
+    segment = groups * group_rows + before
+    first = np.maximum(lo[:, None, dim], segment[None, :])
+    last = np.minimum(hi[:, None, dim], segment[None, :] + rows)
+    box, group = np.nonzero(first < last)
+    out_lo, out_hi, out_local = lo[box].copy(), hi[box].copy(), local_lo[box].copy()
+    out_local[:, dim] += first[box, group] - lo[box, dim]
+    out_lo[:, dim] = first[box, group] - segment[group] + group * rows
+    out_hi[:, dim] = last[box, group] - segment[group] + group * rows
+    return _holdings(shards, rank[box], out_lo, out_hi, out_local)
+
+
+def explicit_holdings(
+    dims: int, num_ranks: int, pieces: Sequence[tuple[int, tuple[tuple[int, int], ...]]]
+) -> Holdings:
+    """Return the holdings of explicit pieces: (rank, box) each.
+
+    A rank's local tensor is the smallest box around all its pieces, so one piece is stored as it is.
+    """
+    rank = np.array([rank for rank, _ in pieces], np.int64)
+    bounds = np.array([box for _, box in pieces], np.int64).reshape(len(pieces), dims, 2)
+    lo, hi = bounds[:, :, 0], bounds[:, :, 1]
+    first = np.full((num_ranks, dims), np.iinfo(np.int64).max)
+    last = np.zeros((num_ranks, dims), np.int64)
+    np.minimum.at(first, rank, lo)
+    np.maximum.at(last, rank, hi)
+    present = np.zeros(num_ranks, bool)
+    present[rank] = True
+    local_shape = np.where(present[:, None], last - np.minimum(first, last), 0)
+    keep = np.all(hi > lo, axis=1)
+    return Holdings(rank[keep], lo[keep], hi[keep], (lo - first[rank])[keep], local_shape, present)
+
+
+def _boxes(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (rank, lo, hi, local_lo) of the shards' boxes; a shard with gaps gives a box per index."""
+    ranks = np.nonzero(shards.present & np.all(shards.count > 0, axis=1))[0].astype(np.int64)
+    start, count, step = shards.start[ranks], shards.count[ranks], shards.step[ranks]
+    if start.shape[1] == 0 or not np.any((step > 1) & (count[:, 0] > 1)):
+        return ranks, start, start + count, np.zeros_like(start)
+    repeats = np.where(step > 1, count[:, 0], 1)
+    owner = np.repeat(np.arange(len(ranks)), repeats)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    lo, hi = start[owner].copy(), (start + count)[owner].copy()
+    gapped = step[owner] > 1
+    lo[:, 0] += nth * np.where(gapped, step[owner], 0)
+    hi[gapped, 0] = lo[gapped, 0] + 1
+    local_lo = np.zeros_like(lo)
+    local_lo[gapped, 0] = nth[gapped]
+    return ranks[owner], lo, hi, local_lo
+
+
+def _holdings(shards: Shards, rank: Ints, lo: Ints, hi: Ints, local_lo: Ints) -> Holdings:
+    keep = np.all(hi > lo, axis=1)  # a shard that is all padding holds nothing
+    local_shape = np.where(shards.present[:, None], shards.count, 0)
+    return Holdings(rank[keep], lo[keep], hi[keep], local_lo[keep], local_shape, shards.present)

@@ -1,0 +1,343 @@
+"""A job's layout: every tensor of the model with its rule, its geometry and its place in a storage.
+
+`build_layout` joins a checked document with a model. Tensors that are cut alike share one geometry, so
+the arrays are computed some twenty times for a model of a thousand tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.layout.boxes import Ints, disjoint
+from reshard_cli.layout.holdings import (
+    Holdings,
+    Interleaved,
+    explicit_holdings,
+    interleaved_holdings,
+    placed_holdings,
+)
+from reshard_cli.layout.pipeline import Stages
+from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_storages
+from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule
+from reshard_cli.spec.located import KeyPath
+from reshard_cli.spec.model import LogicalTensor, Model, rename_model
+from reshard_cli.spec.names import fill, normalise, template_of
+from reshard_cli.spec.placement import Expert, Placement, Shard, Stage
+
+__all__ = ["HeldTensor", "JobLayout", "build_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One tensor as a job holds it.
+
+    `logical` is the name of the tensor whose values it has: its own, or the target of its alias.
+    `dtype_asked` says that the document itself gave the dtype, which asks a destination for a cast.
+    """
+
+    name: str
+    logical: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None
+    has_experts: bool
+    geometry: int
+    rule: int | None
+    dtype_asked: bool
+    padding: Literal["zero", "keep"]
+    route: Literal["broadcast", "reshard"] | None
+
+
+@dataclass(slots=True)
+class JobLayout:
+    """All tensors of a job, their geometries, and how they are grouped into storages."""
+
+    loaded: LoadedLayout
+    model: Model
+    tensors: list[HeldTensor]
+    geometries: list[Holdings]
+    groups: list[StorageGroup]
+    stages: Stages
+    digest: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.loaded.document.name
+
+    @property
+    def num_ranks(self) -> int:
+        """The job's number of ranks."""
+        return self.loaded.document.ranks
+
+
+class _Builder:
+    """Applies a document's rules to a model's tensors and collects what does not fit."""
+
+    def __init__(self, loaded: LoadedLayout, model: Model) -> None:
+        self.loaded = loaded
+        self.document = loaded.document
+        self.model = rename_model(model, loaded.document.rename)
+        self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
+        self.stages = Stages.of(loaded, self.model)
+        self.geometries: list[Holdings] = []
+        self.keys: dict[object, int] = {}
+        self.problems: dict[tuple[KeyPath, str], tuple[Problem, int]] = {}
+        self.pieces = self._pieces_by_tensor()
+
+    def add(self, path: KeyPath, kind: str, message: str) -> None:
+        """Note a problem; the same kind at the same place is noted once, and counted."""
+        problem, count = self.problems.get((path, kind), (self.loaded.located.problem(path, message), 0))
+        self.problems[path, kind] = (problem, count + 1)
+
+    def _pieces_by_tensor(self) -> dict[str, list[tuple[int, PieceRule]]]:
+        found: dict[str, list[tuple[int, PieceRule]]] = defaultdict(list)
+        for index, piece in enumerate(self.document.pieces):
+            name = normalise(piece.tensor)
+            if name not in self.by_name and self._of_expert(name) is None:
+                self.add(
+                    ("pieces", index, "tensor"), "unknown", f"the model has no tensor {piece.tensor!r}"
+                )
+                continue
+            found[name].append((index, piece))
+        return found
+
+    def _of_expert(self, name: str) -> tuple[LogicalTensor, int] | None:
+        template, layer, expert = template_of(name)
+        tensor = self.by_name.get(fill(template, layer=layer))
+        if tensor is None or expert is None or not tensor.has_experts or expert >= tensor.shape[0]:
+            return None
+        return tensor, expert
+
+    def explicit(self, tensor: LogicalTensor) -> list[tuple[int, PieceRule, list[list[int]]]]:
+        """Return (position, piece, box in the tensor's dims) of the pieces of this tensor."""
+        found = [(index, piece, piece.box) for index, piece in self.pieces.get(tensor.name, [])]
+        if tensor.has_experts and self.pieces:
+            for expert, name in enumerate(tensor.names()):
+                found += [
+                    (index, piece, [[expert, expert + 1], *piece.box])
+                    for index, piece in self.pieces.get(name, [])
+                ]
+        return found
+
+    def held(self, tensor: LogicalTensor, logical: str, interleaved: Interleaved | None) -> HeldTensor | None:
+        """Return the tensor as this job holds it, or None after noting why it cannot."""
+        explicit = self.explicit(tensor)
+        rule_index = self.rule_of(tensor)
+        rule = None if rule_index is None else self.document.tensors[rule_index]
+        asked = (rule.dtype if rule else None) or self.document.dtype
+        if explicit:
+            geometry = self.explicit_geometry(tensor, explicit)
+        elif rule is None or rule_index is None:
+            self.add(("tensors",), "unmatched", f"no rule matches tensor {tensor.name!r}; add one, or '*'")
+            return None
+        else:
+            geometry = self.placed_geometry(tensor, rule_index, rule, interleaved)
+        if geometry is None:
+            return None
+        return HeldTensor(
+            name=tensor.name,
+            logical=logical,
+            shape=tensor.shape,
+            dtype=asked or tensor.dtype,
+            layer=tensor.layer,
+            has_experts=tensor.has_experts,
+            geometry=geometry,
+            rule=rule_index,
+            dtype_asked=asked is not None,
+            padding=rule.padding if rule else "zero",
+            route=rule.route if rule else None,
+        )
+
+    def rule_of(self, tensor: LogicalTensor) -> int | None:
+        """Return the first rule that matches; a rule has to match all experts of a projection or none."""
+        probes = [tensor.name]
+        if tensor.has_experts:
+            probes = [fill(tensor.name, expert=expert) for expert in sorted({0, tensor.shape[0] - 1})]
+        found = [self._first_match(probe) for probe in probes]
+        if len(set(found)) > 1:
+            rule = min(index for index in found if index is not None)
+            message = f"matches only some experts of {tensor.name!r}; write {{expert}} or *"
+            self.add(("tensors", rule, "match"), "experts", message)
+        return found[0]
+
+    def _first_match(self, name: str) -> int | None:
+        for index, pattern in enumerate(self.loaded.matches):
+            if pattern.matches(name):
+                return index
+        return None
+
+    def placed_geometry(
+        self, tensor: LogicalTensor, index: int, rule: TensorRule, interleaved: Interleaved | None
+    ) -> int | None:
+        place = self.loaded.places[index]
+        where: KeyPath = ("tensors", index)
+        fits = [self.fits(where, axis, placement, tensor) for axis, placement in place.items()]
+        dims = len(tensor.shape) - tensor.has_experts
+        for dim in rule.pad:
+            if int(dim) >= dims:
+                fits.append(False)
+                self.add((*where, "pad", dim), "dim", f"tensor {tensor.name!r} has {dims} dims")
+        stage: frozenset[int] | None = None
+        axis = next((axis for axis, placement in place.items() if isinstance(placement, Stage)), None)
+        if axis is not None and all(fits):
+            stage = self.stages.of_tensor(tensor.name, tensor.layer)
+            if not stage:
+                fits.append(False)
+                message = (
+                    f"tensor {tensor.name!r} has no layer and is in neither pipeline.first nor pipeline.last"
+                    if tensor.layer is None
+                    else f"tensor {tensor.name!r}: no stage holds layer {tensor.layer}"
+                )
+                self.add((*where, "place", axis), "stage", message)
+        if not all(fits):
+            return None
+        pad = {int(dim) + tensor.has_experts: multiple for dim, multiple in rule.pad.items()}
+        axes = self.loaded.meshes[self.loaded.mesh_of(index)]
+        key = (
+            tensor.shape, tensor.has_experts, tuple(axes.items()), tuple(place.items()),
+            tuple(sorted(pad.items())), stage, interleaved,
+        )  # fmt: skip
+        if key not in self.keys:
+            if interleaved is None:
+                holdings = placed_holdings(
+                    tensor.shape, axes, place, stage=stage, has_experts=tensor.has_experts, pad=pad
+                )
+            else:
+                holdings = interleaved_holdings(
+                    tensor.shape, axes, place, interleaved, stage=stage, has_experts=tensor.has_experts
+                )
+            self.keys[key] = len(self.geometries)
+            self.geometries.append(holdings)
+        return self.keys[key]
+
+    def fits(self, rule: KeyPath, axis: str, placement: Placement, tensor: LogicalTensor) -> bool:
+        """Say whether the placement can cut the tensor; note why it cannot."""
+        path = (*rule, "place", axis)
+        dims = len(tensor.shape) - tensor.has_experts
+        if isinstance(placement, Shard) and not -dims <= placement.dim < dims:
+            self.add(
+                path, "dim", f"shard({placement.dim}) of tensor {tensor.name!r}, which has {dims} dims"
+            )
+            return False
+        if isinstance(placement, Expert) and not tensor.has_experts:
+            grouped = any(part in ("experts", "expert") for part in tensor.name.split("."))
+            if not grouped or not tensor.shape:
+                self.add(path, "expert", f"tensor {tensor.name!r} has no experts to cut")
+                return False
+        return True
+
+    def explicit_geometry(
+        self, tensor: LogicalTensor, pieces: list[tuple[int, PieceRule, list[list[int]]]]
+    ) -> int | None:
+        good: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        for index, piece, box in pieces:
+            where: KeyPath = ("pieces", index, "box")
+            if len(box) != len(tensor.shape):
+                dims = len(tensor.shape)
+                self.add(where, "dims", f"has {len(box)} dims, tensor {tensor.name!r} has {dims}")
+                continue
+            outside = [dim for dim, (_, stop) in enumerate(box) if stop > tensor.shape[dim]]
+            if outside:
+                size = tensor.shape[outside[0]]
+                message = f"dim {outside[0]} stops at {box[outside[0]][1]}, the tensor at {size}"
+                self.add(where, "outside", message)
+                continue
+            good.append((piece.rank, tuple((start, stop) for start, stop in box)))
+        if len(good) < len(pieces):
+            return None
+        holdings = explicit_holdings(len(tensor.shape), self.document.ranks, good)
+        for rank in np.unique(holdings.rank):
+            mine = holdings.rank == rank
+            if not disjoint(holdings.lo[mine], holdings.hi[mine]):
+                where = ("pieces", next(index for index, piece, _ in pieces if piece.rank == rank))
+                self.add(where, "overlap", f"rank {rank} holds elements of {tensor.name!r} twice")
+        self.geometries.append(holdings)
+        return len(self.geometries) - 1
+
+    def aliases(self) -> list[tuple[LogicalTensor, str]]:
+        """Return (tensor under its alias name, name that it stands for) for every alias."""
+        found = []
+        for name, target in self.document.alias.items():
+            original = self.by_name.get(normalise(target))
+            if original is None:
+                self.add(("alias", name), "unknown", f"the model has no tensor {target!r}")
+                continue
+            own = self.by_name.get(normalise(name))
+            if own is not None and own.shape != original.shape:
+                message = f"{list(own.shape)} cannot equal {target!r} {list(original.shape)}"
+                self.add(("alias", name), "shape", message)
+                continue
+            layer = template_of(normalise(name))[1]
+            found.append(
+                (
+                    LogicalTensor(normalise(name), original.shape, original.dtype, layer),
+                    original.name,
+                )
+            )
+        return found
+
+    def raise_problems(self) -> None:
+        """Raise DocumentError if anything was noted."""
+        if not self.problems:
+            return
+        listed = []
+        for problem, count in self.problems.values():
+            more = f" (and {count - 1} more tensors)" if count > 1 else ""
+            listed.append(Problem(problem.file, problem.line, problem.key, problem.message + more))
+        raise DocumentError(problems=listed)
+
+
+def build_layout(loaded: LoadedLayout, model: Model) -> JobLayout:
+    """Return the layout of this job for this model.
+
+    Raises DocumentError with all problems: tensors that no rule matches, dims that a tensor lacks, layers
+    without a stage, storages whose operands do not fit together.
+    """
+    builder = _Builder(loaded, model)
+    aliases = builder.aliases()
+    alias_names = {tensor.name for tensor, _ in aliases}
+    plain = [(tensor, tensor.name) for tensor in builder.model.tensors if tensor.name not in alias_names]
+    held: list[HeldTensor] = []
+    everything = plain + aliases
+    groups = group_storages(loaded, [tensor for tensor, _ in everything], builder.add)
+    interleaved = {
+        position: part for group in groups for position, part in group.interleaved_parts(everything).items()
+    }
+    for position, (tensor, logical) in enumerate(everything):
+        one = builder.held(tensor, logical, interleaved.get(position))
+        if one is not None:
+            held.append(one)
+    builder.raise_problems()
+    check_groups(loaded, groups, held, builder.geometries, builder.stages, builder.add)
+    builder.raise_problems()
+    layout = JobLayout(loaded, builder.model, held, builder.geometries, groups, builder.stages)
+    layout.digest = _digest(layout)
+    return layout
+
+
+def _digest(layout: JobLayout) -> str:
+    """Return a digest of everything that decides which bytes lie where in this job."""
+    hasher = hashlib.sha256()
+    document = layout.loaded.document.model_dump(exclude={"name", "model"})
+    hasher.update(json.dumps(document, sort_keys=True).encode())
+    for tensor in layout.tensors:
+        hasher.update(repr((tensor.name, tensor.logical, tensor.shape, tensor.dtype, tensor.geometry)).encode())
+    for holdings in layout.geometries:
+        for array in _arrays(holdings):
+            hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()
+
+
+def _arrays(holdings: Holdings) -> Iterable[Ints]:
+    yield from (holdings.rank, holdings.lo, holdings.hi, holdings.local_lo, holdings.local_shape)
+
+

@@ -1,0 +1,213 @@
+"""Which tensors share a storage, by the document's storage rules; a tensor without a rule is its own.
+
+A group is one storage rule at one layer: its operands in the order of the rule. What a group looks like on
+one rank is worked out in `storage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_cli.layout.holdings import Holdings, Interleaved
+from reshard_cli.layout.pipeline import Stages
+from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
+from reshard_cli.spec.located import KeyPath
+from reshard_cli.spec.model import LogicalTensor
+from reshard_cli.spec.names import Pattern, expand_braces, fill, substitute
+
+__all__ = ["StorageGroup", "check_groups", "concat_dim", "group_storages"]
+
+AddProblem = Callable[[KeyPath, str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageGroup:
+    """Tensors that lie in one storage (or, with `{expert}` in its name, in one storage per expert).
+
+    `operands` index the job's tensors; `name` is the storage's, with `{layer}` filled in.
+    """
+
+    name: str
+    layer: int | None
+    operands: tuple[int, ...]
+    index: int | None
+    rule: StorageRule | None
+
+    def interleaved_parts(self, tensors: Sequence[tuple[LogicalTensor, str]]) -> dict[int, Interleaved]:
+        """Return each operand's part of an interleaved storage; empty for any other storage."""
+        if self.rule is None or self.rule.interleave is None:
+            return {}
+        members = [tensors[position][0] for position in self.operands]
+        dim = concat_dim(self.rule, members[0].has_experts)
+        sizes = tuple(member.shape[dim] for member in members if dim < len(member.shape))
+        return {
+            position: Interleaved(dim, sizes, index, self.rule.interleave)
+            for index, position in enumerate(self.operands)
+        }
+
+
+def concat_dim(rule: StorageRule, has_experts: bool) -> int:
+    """Return the rule's `dim` as a dim of the logical tensor, where the expert is dim 0."""
+    return rule.dim + (1 if has_experts and rule.stack is None else 0)
+
+
+def group_storages(
+    loaded: LoadedLayout, tensors: Sequence[LogicalTensor], add: AddProblem
+) -> list[StorageGroup]:
+    """Return the storages of a job. Notes operands that are missing or cannot lie together."""
+    operands: list[tuple[int, int, Pattern]] = []
+    for index, rule in enumerate(loaded.document.storage):
+        texts = [choice for pattern in rule.concat for choice in expand_braces(pattern)]
+        if rule.rename is not None:
+            texts = [rule.rename]
+        operands += [(index, position, Pattern(text)) for position, text in enumerate(texts)]
+    members: dict[tuple[int, int | None], dict[int, int]] = {}
+    groups: list[StorageGroup] = []
+    for position, tensor in enumerate(tensors):
+        probe = tensor.name.replace("{expert}", "0")
+        found = next(((i, o, p) for i, o, p in operands if p.matches(probe)), None)
+        if found is None:
+            groups.append(StorageGroup(tensor.name, tensor.layer, (position,), None, None))
+            continue
+        index, operand, pattern = found
+        rule = loaded.document.storage[index]
+        if rule.rename is not None:
+            groups.append(StorageGroup(_renamed(rule, pattern, tensor), tensor.layer, (position,), index, rule))
+            continue
+        key = (index, tensor.layer)
+        other = members.setdefault(key, {}).setdefault(operand, position)
+        if other != position:
+            message = f"{tensor.name!r} and {tensors[other].name!r} are both its operand {operand + 1}"
+            add(("storage", index, "concat"), "twice", message)
+    wanted = {index: 1 + max(o for i, o, _ in operands if i == index) for index, _ in members}
+    for (index, layer), found_operands in members.items():
+        rule = loaded.document.storage[index]
+        lacking = [operand for operand in range(wanted[index]) if operand not in found_operands]
+        if lacking:
+            text = next(p.text for i, o, p in operands if (i, o) == (index, lacking[0]))
+            message = f"no tensor of the model is {fill(text, layer=layer)!r}"
+            add(("storage", index, "concat"), "lacking", message)
+            continue
+        chosen = tuple(found_operands[operand] for operand in range(wanted[index]))
+        if _fit(index, rule, [tensors[position] for position in chosen], add):
+            groups.append(StorageGroup(rule.tensor, layer, chosen, index, rule))
+    return groups
+
+
+def _renamed(rule: StorageRule, pattern: Pattern, tensor: LogicalTensor) -> str:
+    """Return the new name; `*` and captures are carried over in order, local numbers filled in later."""
+    mark = "987654321"
+    groups = pattern.groups(tensor.name.replace("{expert}", mark)) or ()
+    return substitute(rule.tensor, groups).replace(mark, "{expert}")
+
+
+def _fit(index: int, rule: StorageRule, members: list[LogicalTensor], add: AddProblem) -> bool:
+    """Say whether whole operands can be concatenated; note why they cannot."""
+    where: KeyPath = ("storage", index)
+    first = members[0]
+    if len({member.has_experts for member in members}) > 1:
+        add((*where, "concat"), "experts", "some operands are experts' and some are not")
+        return False
+    if rule.stack == "expert" and not first.has_experts:
+        add((*where, "stack"), "experts", f"{first.name!r} has no experts to stack")
+        return False
+    dim = concat_dim(rule, first.has_experts)
+    for member in members:
+        if dim >= len(member.shape):
+            add((*where, "dim"), "dim", f"{member.name!r} has no dim {rule.dim}")
+            return False
+        if len(member.shape) != len(first.shape) or any(
+            a != b for d, (a, b) in enumerate(zip(member.shape, first.shape, strict=True)) if d != dim
+        ):
+            message = f"{first.name!r} {list(first.shape)} and {member.name!r} {list(member.shape)} differ"
+            add((*where, "concat"), "shape", f"{message} in another dim than {rule.dim}")
+            return False
+        if rule.interleave is not None and member.shape[dim] % rule.interleave:
+            message = f"{member.name!r} has {member.shape[dim]} rows, no multiple of {rule.interleave} groups"
+            add((*where, "interleave"), "groups", message)
+            return False
+    if rule.transpose and len(first.shape) - first.has_experts < 2:
+        add((*where, "transpose"), "dims", f"{first.name!r} has fewer than two dims to swap")
+        return False
+    return True
+
+
+def check_groups(
+    loaded: LoadedLayout,
+    groups: Sequence[StorageGroup],
+    tensors: Sequence[object],
+    geometries: Sequence[Holdings],
+    stages: Stages,
+    add: AddProblem,
+) -> None:
+    """Note storages whose operands do not fit on some rank, and names that two storages of a rank share."""
+    from reshard_cli.layout.job import HeldTensor  # the type only; job builds on this module
+
+    held = [tensor for tensor in tensors if isinstance(tensor, HeldTensor)]
+    owners: dict[str, list[StorageGroup]] = {}
+    for group in groups:
+        members = [held[position] for position in group.operands]
+        where: KeyPath = ("storage",) if group.index is None else ("storage", group.index)
+        if len({member.dtype for member in members}) > 1:
+            kinds = ", ".join(f"{member.name} {member.dtype}" for member in members)
+            add((*where, "concat"), "dtype", f"operands differ in dtype: {kinds}")
+            continue
+        if len(members) > 1:
+            _check_on_ranks(group, [(member, geometries[member.geometry]) for member in members], where, add)
+        name = storage_name(group, stages)
+        owners.setdefault(name, []).append(group)
+    for name, sharing in owners.items():
+        for other in sharing[1:]:
+            first = geometries[held[sharing[0].operands[0]].geometry].present
+            second = geometries[held[other.operands[0]].geometry].present
+            if np.any(first & second):
+                rank = int(np.nonzero(first & second)[0][0])
+                a, b = held[sharing[0].operands[0]].name, held[other.operands[0]].name
+                index = other.index if other.index is not None else sharing[0].index
+                where = ("storage",) if index is None else ("storage", index, "tensor")
+                add(where, "owners", f"{a!r} and {b!r} would both be {name!r} on rank {rank}")
+
+
+def storage_name(group: StorageGroup, stages: Stages) -> str:
+    """Return the storage's name with the layer filled in; `{expert}` words stay."""
+    local = None if group.layer is None else stages.local_layer(group.layer)
+    return fill(group.name, layer=group.layer, local_layer=local)
+
+
+def _check_on_ranks(
+    group: StorageGroup,
+    members: Sequence[tuple[object, Holdings]],
+    where: KeyPath,
+    add: AddProblem,
+) -> None:
+    rule = group.rule
+    assert rule is not None
+    first_tensor, first = members[0]
+    for tensor, holdings in members[1:]:
+        name = getattr(tensor, "name", "")
+        if not np.array_equal(first.present, holdings.present):
+            rank = int(np.nonzero(first.present != holdings.present)[0][0])
+            message = f"rank {rank} holds only some of its operands ({name!r} is placed differently)"
+            add((*where, "concat"), "present", message)
+            return
+        dim = concat_dim(rule, bool(getattr(tensor, "has_experts", False)))
+        differs = first.local_shape != holdings.local_shape
+        if rule.interleave is None and rule.block is None:
+            differs[:, dim] = False
+        if np.any(differs):
+            rank = int(np.nonzero(np.any(differs, axis=1))[0][0])
+            a, b = first.local_shape[rank].tolist(), holdings.local_shape[rank].tolist()
+            one = getattr(first_tensor, "name", "")
+            message = f"on rank {rank} {one!r} {a} and {name!r} {b} do not fit along dim {rule.dim}"
+            add((*where, "concat"), "local", message)
+            return
+    if rule.block is not None:
+        dim = concat_dim(rule, bool(getattr(first_tensor, "has_experts", False)))
+        uneven = np.nonzero(first.local_shape[:, dim] % rule.block)[0]
+        if len(uneven):
+            rank = int(uneven[0])
+            rows = int(first.local_shape[rank, dim])
+            add((*where, "block"), "rows", f"rank {rank} has {rows} rows, no multiple of {rule.block}")
