@@ -11,7 +11,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from reshard_cli.layout.holdings import (
     interleaved_holdings,
     placed_holdings,
 )
+from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.pipeline import Stages
 from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_storages
 from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule
@@ -32,28 +32,7 @@ from reshard_cli.spec.model import LogicalTensor, Model, rename_model
 from reshard_cli.spec.names import fill, normalise, template_of
 from reshard_cli.spec.placement import Expert, Placement, Shard, Stage
 
-__all__ = ["HeldTensor", "JobLayout", "build_layout"]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """One tensor as a job holds it.
-
-    `logical` is the name of the tensor whose values it has: its own, or the target of its alias.
-    `dtype_asked` says that the document itself gave the dtype, which asks a destination for a cast.
-    """
-
-    name: str
-    logical: str
-    shape: tuple[int, ...]
-    dtype: str
-    layer: int | None
-    has_experts: bool
-    geometry: int
-    rule: int | None
-    dtype_asked: bool
-    padding: Literal["zero", "keep"]
-    route: Literal["broadcast", "reshard"] | None
+__all__ = ["JobLayout", "build_layout"]
 
 
 @dataclass(slots=True)

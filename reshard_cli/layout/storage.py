@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard_cli.errors import DocumentError
+from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import Holdings
-from reshard_cli.layout.job import HeldTensor, JobLayout
+from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage_groups import StorageGroup, concat_dim, storage_name
 from reshard_cli.spec.names import fill
 

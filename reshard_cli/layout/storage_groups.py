@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import Holdings, Interleaved
 from reshard_cli.layout.pipeline import Stages
 from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
@@ -18,7 +19,7 @@ from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
 from reshard_cli.spec.names import Pattern, expand_braces, fill, substitute
 
-__all__ = ["StorageGroup", "check_groups", "concat_dim", "group_storages"]
+__all__ = ["StorageGroup", "check_groups", "concat_dim", "group_storages", "storage_name"]
 
 AddProblem = Callable[[KeyPath, str, str], None]
 
@@ -138,15 +139,12 @@ def _fit(index: int, rule: StorageRule, members: list[LogicalTensor], add: AddPr
 def check_groups(
     loaded: LoadedLayout,
     groups: Sequence[StorageGroup],
-    tensors: Sequence[object],
+    held: Sequence[HeldTensor],
     geometries: Sequence[Holdings],
     stages: Stages,
     add: AddProblem,
 ) -> None:
     """Note storages whose operands do not fit on some rank, and names that two storages of a rank share."""
-    from reshard_cli.layout.job import HeldTensor  # the type only; job builds on this module
-
-    held = [tensor for tensor in tensors if isinstance(tensor, HeldTensor)]
     owners: dict[str, list[StorageGroup]] = {}
     for group in groups:
         members = [held[position] for position in group.operands]
@@ -179,7 +177,7 @@ def storage_name(group: StorageGroup, stages: Stages) -> str:
 
 def _check_on_ranks(
     group: StorageGroup,
-    members: Sequence[tuple[object, Holdings]],
+    members: Sequence[tuple[HeldTensor, Holdings]],
     where: KeyPath,
     add: AddProblem,
 ) -> None:
@@ -187,25 +185,24 @@ def _check_on_ranks(
     assert rule is not None
     first_tensor, first = members[0]
     for tensor, holdings in members[1:]:
-        name = getattr(tensor, "name", "")
+        name = tensor.name
         if not np.array_equal(first.present, holdings.present):
             rank = int(np.nonzero(first.present != holdings.present)[0][0])
             message = f"rank {rank} holds only some of its operands ({name!r} is placed differently)"
             add((*where, "concat"), "present", message)
             return
-        dim = concat_dim(rule, bool(getattr(tensor, "has_experts", False)))
+        dim = concat_dim(rule, tensor.has_experts)
         differs = first.local_shape != holdings.local_shape
         if rule.interleave is None and rule.block is None:
             differs[:, dim] = False
         if np.any(differs):
             rank = int(np.nonzero(np.any(differs, axis=1))[0][0])
             a, b = first.local_shape[rank].tolist(), holdings.local_shape[rank].tolist()
-            one = getattr(first_tensor, "name", "")
-            message = f"on rank {rank} {one!r} {a} and {name!r} {b} do not fit along dim {rule.dim}"
+            message = f"on rank {rank} {first_tensor.name!r} {a} and {name!r} {b} do not fit along dim {rule.dim}"
             add((*where, "concat"), "local", message)
             return
     if rule.block is not None:
-        dim = concat_dim(rule, bool(getattr(first_tensor, "has_experts", False)))
+        dim = concat_dim(rule, first_tensor.has_experts)
         uneven = np.nonzero(first.local_shape[:, dim] % rule.block)[0]
         if len(uneven):
             rank = int(uneven[0])

@@ -1,0 +1,1 @@
+"""The intersection of two layouts: who sends which bytes to whom, in which round."""

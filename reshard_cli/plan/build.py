@@ -1,0 +1,150 @@
+"""Builds the plan of a refit: a pure function of two layouts, a mode, a topology and a staging bound."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reshard_cli.errors import DocumentError
+from reshard_cli.layout.boxes import Ints
+from reshard_cli.layout.job import JobLayout
+from reshard_cli.plan.entries import NETWORK, Entries, intersect
+from reshard_cli.plan.pairs import TensorPair, pair_tensors
+from reshard_cli.plan.routes import Mode, Route, route_of
+from reshard_cli.plan.streams import Streams, make_streams, quantum_of
+from reshard_cli.plan.topology import Topology
+
+__all__ = ["PLAN_VERSION", "Plan", "build_plan"]
+
+PLAN_VERSION = 1
+_COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
+_BLOCK_PADDING = 16
+
+
+@dataclass(slots=True)
+class Plan:
+    """A refit as data. Everything here is the same on every rank.
+
+    `round_quantum` is the finer grain at which a stream may be cut into rounds; `staging` is in bytes.
+    """
+
+    mode: Mode
+    source: JobLayout
+    destination: JobLayout
+    topology: Topology
+    pairs: list[TensorPair]
+    routes: list[Route]
+    extra: list[str]
+    entries: Entries
+    streams: Streams
+    round_quantum: Ints
+    num_rounds: int
+    staging: int
+    digest: str = field(default="")
+
+    @property
+    def network_bytes(self) -> int:
+        """The bytes that cross from one domain to another."""
+        return int(self.streams.num_bytes[self.streams.kind == NETWORK].sum())
+
+
+def build_plan(
+    source: JobLayout,
+    destination: JobLayout,
+    topology: Topology,
+    mode: Mode,
+    *,
+    staging: int,
+    allow_extra: bool = False,
+) -> Plan:
+    """Return the plan. staging: bytes of extra memory that a rank may use for a round.
+
+    Raises WeightsError where the two sides' tensors do not fit together, DocumentError where the staging
+    is too small for a single round.
+    """
+    pairs, extra = pair_tensors(source, destination, allow_extra=allow_extra)
+    routes = [route_of(pair, mode) for pair in pairs]
+    entries = intersect(source, destination, pairs, routes, topology)
+    coarse = max(1, min(_COARSE, staging // 64))
+    streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
+    rounds, grain = _rounds(entries, streams, topology.num_ranks, staging)
+    plan = Plan(
+        mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
+        extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
+        num_rounds=rounds, staging=staging,
+    )  # fmt: skip
+    plan.digest = _digest(plan)
+    return plan
+
+
+def staged_bytes(entries: Entries, streams: Streams, num_ranks: int) -> tuple[Ints, Ints]:
+    """Return per rank the bytes that pass through its staging in all, and the number of its streams.
+
+    A sender packs, a carrier takes, and the carrier's neighbours take what it passes on.
+    """
+    size = streams.num_bytes.astype(np.float64)
+    total = np.bincount(streams.sender, size, minlength=num_ranks)
+    total += np.bincount(streams.carrier, size, minlength=num_ranks)
+    count = np.bincount(streams.sender, minlength=num_ranks)
+    count += np.bincount(streams.carrier, minlength=num_ranks)
+    neighbour, stream = neighbours(entries, streams)
+    total += np.bincount(neighbour, size[stream], minlength=num_ranks)
+    count += np.bincount(neighbour, minlength=num_ranks)
+    return total.astype(np.int64), count.astype(np.int64)
+
+
+def neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
+    """Return (rank, stream) of every rank that takes a stream's bytes from its carrier."""
+    sets = entries.wanter_sets
+    several = np.nonzero((streams.kind == NETWORK) & (sets.sizes[streams.wanters] > 1))[0]
+    sizes = sets.sizes[streams.wanters[several]]
+    stream = np.repeat(several, sizes)
+    nth = np.arange(len(stream)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank = sets.members[sets.offsets[streams.wanters[stream]] + nth]
+    other = rank != streams.carrier[stream]
+    return rank[other], stream[other].astype(np.int64)
+
+
+def _rounds(entries: Entries, streams: Streams, num_ranks: int, staging: int) -> tuple[int, int]:
+    """Return (rounds, grain): each round of each rank fits the staging, with cuts rounded to the grain."""
+    if not len(streams.kind):
+        return 1, 1
+    total, count = staged_bytes(entries, streams, num_ranks)
+    if total.max() + count.max() * _BLOCK_PADDING <= staging:
+        return 1, max(1, min(_COARSE, staging // 64))
+    widest = max(one.item_size for one in entries.classes)
+    grain = max(widest, min(_COARSE, staging // 4 // int(count.max())))
+    room = staging - count * (grain + _BLOCK_PADDING)
+    if np.any(room[total > 0] <= 0):
+        least = int(2 * count.max() * (widest + _BLOCK_PADDING))
+        raise DocumentError(
+            f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
+            f"give at least {least / 2**20:.3f} MiB"
+        )
+    return int(np.max(-(-total // np.maximum(room, 1)))), grain
+
+
+def _digest(plan: Plan) -> str:
+    hasher = hashlib.sha256()
+    head = [PLAN_VERSION, plan.mode, plan.staging, plan.num_rounds, plan.routes]
+    hasher.update(json.dumps(head).encode())
+    for pair in plan.pairs:
+        hasher.update(repr((pair.name, pair.shape, pair.source_dtype, pair.destination_dtype)).encode())
+    for array in _arrays(plan):
+        hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()
+
+
+def _arrays(plan: Plan) -> Iterable[Ints]:
+    topology, entries, streams = plan.topology, plan.entries, plan.streams
+    yield from (topology.source, topology.destination, topology.domain, plan.round_quantum)
+    yield from (entries.kind, entries.holders, entries.wanters, entries.tensor_class, entries.box)
+    for one in entries.classes:
+        yield from (one.tensors, one.lo, one.hi)
+    for sets in (entries.holder_sets, entries.wanter_sets):
+        yield from (sets.members, sets.offsets)
+    yield from (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.start, streams.stop)

@@ -1,0 +1,119 @@
+"""Pairs each logical tensor of the destination with the source's, and refuses what does not fit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from reshard_cli.errors import DocumentError, WeightsError
+from reshard_cli.layout.held import HeldTensor
+from reshard_cli.layout.job import JobLayout
+from reshard_cli.spec.dtypes import item_size
+
+__all__ = ["TensorPair", "pair_tensors"]
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """One logical tensor on both sides. Several geometries on a side are aliases that hold the same values.
+
+    The wire dtype is the narrower one, so that a cast happens at the sender where that makes fewer bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    destination_dtype: str
+    wire_dtype: str
+    source_geometries: tuple[int, ...]
+    destination_geometries: tuple[int, ...]
+    num_names: int
+    asked_route: str | None
+    has_experts: bool
+
+
+def pair_tensors(
+    source: JobLayout, destination: JobLayout, *, allow_extra: bool = False
+) -> tuple[list[TensorPair], list[str]]:
+    """Return the pairs in the destination's order, and the names that only the source has.
+
+    Raises WeightsError for tensors that the source lacks, has too many (unless `allow_extra`), or has in
+    another shape or in another dtype that no document asked to be cast.
+    """
+    have = _by_logical(source)
+    want = _by_logical(destination)
+    missing = [name for name in want if name not in have]
+    extra = [name for name in have if name not in want]
+    lines = []
+    if missing:
+        lines.append(f"the source lacks {_listed(missing)}")
+    if extra and (missing or not allow_extra):
+        mend = "" if missing else " (--allow-extra leaves them out)"
+        lines.append(f"the destination has no place for {_listed(extra)}{mend}")
+    if lines:
+        raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
+    pairs, faults = [], []
+    for name, wanted in want.items():
+        held = have[name]
+        shapes = {tensor.shape for tensor in held + wanted}
+        if len(shapes) > 1:
+            one, other = list(held[0].shape), list(wanted[0].shape)
+            faults.append(f"tensor {name!r}: the source has shape {one}, the destination {other}")
+            continue
+        fault = _dtype_fault(held, wanted)
+        if fault:
+            faults.append(f"tensor {name!r}: {fault}")
+            continue
+        pairs.append(_pair(name, held, wanted))
+    if faults:
+        more = f"\n… and {len(faults) - _SHOWN} more tensors" if len(faults) > _SHOWN else ""
+        raise WeightsError("\n".join(faults[:_SHOWN]) + more)
+    return pairs, extra
+
+
+def _by_logical(layout: JobLayout) -> dict[str, list[HeldTensor]]:
+    found: dict[str, list[HeldTensor]] = defaultdict(list)
+    for tensor in layout.tensors:
+        found[tensor.logical].append(tensor)
+    return dict(found)
+
+
+def _dtype_fault(held: list[HeldTensor], wanted: list[HeldTensor]) -> str | None:
+    for side, tensors in (("source", held), ("destination", wanted)):
+        kinds = {tensor.dtype for tensor in tensors}
+        if len(kinds) > 1:
+            names = ", ".join(f"{tensor.name} {tensor.dtype}" for tensor in tensors)
+            return f"tied tensors of the {side} differ in dtype: {names}"
+    if held[0].dtype != wanted[0].dtype and not wanted[0].dtype_asked:
+        return (
+            f"the source has {held[0].dtype}, the destination {wanted[0].dtype}; "
+            f"to have it cast, write dtype: {wanted[0].dtype} in the destination's document"
+        )
+    return None
+
+
+def _pair(name: str, held: list[HeldTensor], wanted: list[HeldTensor]) -> TensorPair:
+    have, want = held[0].dtype, wanted[0].dtype
+    asked = [tensor.route for tensor in held + wanted if tensor.route is not None]
+    if len(set(asked)) > 1:
+        raise DocumentError(f"tensor {name!r}: one document says route: {asked[0]}, the other {asked[-1]}")
+    return TensorPair(
+        name=name,
+        shape=wanted[0].shape,
+        source_dtype=have,
+        destination_dtype=want,
+        wire_dtype=want if item_size(want) <= item_size(have) else have,
+        source_geometries=tuple(sorted({tensor.geometry for tensor in held})),
+        destination_geometries=tuple(sorted({tensor.geometry for tensor in wanted})),
+        num_names=wanted[0].shape[0] if wanted[0].has_experts else 1,
+        asked_route=asked[0] if asked else None,
+        has_experts=wanted[0].has_experts,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensor(s): {shown}{more}"

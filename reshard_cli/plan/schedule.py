@@ -1,0 +1,293 @@
+"""One rank's part of a plan: per round, the blocks that it sends, takes, passes on or keeps.
+
+A block is what one sender gives one carrier for one set of wanters in one round. Its small fragments
+travel packed as one message, each big one by itself, so that it can go from and into its place without a
+copy. A fragment is a run of elements of a box, in row-major order of the box.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reshard_cli.layout.boxes import Ints
+from reshard_cli.plan.build import Plan
+from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
+from reshard_cli.plan.streams import round_positions
+
+__all__ = [
+    "BIG_FRAGMENT",
+    "MAX_MESSAGE",
+    "Block",
+    "Fragment",
+    "RankSchedule",
+    "Transfer",
+    "count_messages",
+    "pair_digests",
+    "rank_schedule",
+    "transfers",
+]
+
+BIG_FRAGMENT = 1 << 18  # bytes from which a fragment is a message of its own
+MAX_MESSAGE = 1 << 30  # bytes; longer ones are sent as several, as transports count in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements start to stop (row-major) of the box lo..hi of a tensor (an index into the plan's pairs)."""
+
+    tensor: int
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    start: int
+    stop: int
+    item_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes on the wire."""
+        return (self.stop - self.start) * self.item_size
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its box."""
+        return self.stop - self.start == math.prod(b - a for a, b in zip(self.lo, self.hi, strict=True))
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Yield (lo, hi, element offset in the fragment) of the boxes that make up the run, in order."""
+        if self.whole:
+            yield self.lo, self.hi, 0
+            return
+        shape = tuple(b - a for a, b in zip(self.lo, self.hi, strict=True))
+        for start, stop, at in _run_boxes(shape, self.start, self.stop):
+            lo = tuple(a + b for a, b in zip(self.lo, start, strict=True))
+            hi = tuple(a + b for a, b in zip(self.lo, stop, strict=True))
+            yield lo, hi, at - self.start
+
+
+def _run_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Yield the boxes (lo, hi, start) that a run of row-major elements consists of: at most 2·dims-1."""
+    position = start
+    while position < stop:
+        # the largest trailing block that starts here and fits
+        depth, size = len(shape), 1
+        while depth > 0 and position % (size * shape[depth - 1]) == 0 and position + size * shape[depth - 1] <= stop:
+            size *= shape[depth - 1]
+            depth -= 1
+        if depth == 0:
+            yield (0,) * len(shape), shape, position
+            return
+        index = position // size
+        lead = []
+        rest = index
+        for dim in range(depth - 1, -1, -1):
+            lead.append(rest % shape[dim])
+            rest //= shape[dim]
+        lead.reverse()
+        steps = min((stop - position) // size, shape[depth - 1] - lead[-1])
+        lo = (*lead, *(0,) * (len(shape) - depth))
+        hi = (*(i + 1 for i in lead[:-1]), lead[-1] + steps, *shape[depth:])
+        yield lo, hi, position
+        position += steps * size
+
+
+@dataclass(slots=True)
+class Block:
+    """What one sender gives one carrier for one set of wanters in one round."""
+
+    kind: int
+    sender: int
+    carrier: int
+    wanters: tuple[int, ...]
+    packed: list[Fragment] = field(default_factory=list)
+    big: list[Fragment] = field(default_factory=list)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the packed message."""
+        return sum(fragment.num_bytes for fragment in self.packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all its fragments."""
+        return self.packed_bytes + sum(fragment.num_bytes for fragment in self.big)
+
+
+@dataclass(slots=True)
+class RankSchedule:
+    """The rounds of one rank; the blocks of a round stand in the same order on every rank."""
+
+    rank: int
+    rounds: list[list[Block]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message between two ranks: the packed part of a block (part None) or one of its big fragments."""
+
+    origin: int
+    target: int
+    block: Block
+    part: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the message."""
+        return self.block.packed_bytes if self.part is None else self.block.big[self.part].num_bytes
+
+
+def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
+    """Return one rank's part, expanding only the streams in which it takes part."""
+    streams, sets = plan.streams, plan.entries.wanter_sets
+    owner = np.repeat(np.arange(len(sets)), sets.sizes)
+    wanting = np.zeros(len(sets), bool)
+    wanting[owner[sets.members == rank]] = True
+    mine = (streams.sender == rank) | (streams.carrier == rank)
+    if len(sets):
+        mine |= wanting[streams.wanters] & (streams.kind == NETWORK)
+    chosen = np.nonzero(mine)[0].astype(np.int64)
+    blocks: list[dict[tuple[int, int, int, int], Block]] = [{} for _ in range(plan.num_rounds)]
+    members = {number: tuple(sets.of(number).tolist()) for number in set(streams.wanters[chosen].tolist())}
+    keys = np.stack([streams.kind, streams.sender, streams.carrier, streams.wanters])[:, chosen].T.tolist()
+    for stream, number, fragment in _fragments(plan, chosen):
+        key = tuple(keys[stream])
+        block = blocks[number].get(key)
+        if block is None:
+            block = blocks[number][key] = Block(key[0], key[1], key[2], members[key[3]])
+        (block.big if fragment.num_bytes >= BIG_FRAGMENT else block.packed).append(fragment)
+    for found in blocks:
+        for block in found.values():
+            # wide elements first: every fragment then starts at a multiple of its own element's size
+            block.packed.sort(key=lambda fragment: -fragment.item_size)
+    return RankSchedule(rank, [[found[key] for key in sorted(found)] for found in blocks])
+
+
+def _edges(plan: Plan, chosen: Ints) -> Ints:
+    """Return the line positions [streams, rounds + 1] at which the chosen streams pass to the next round."""
+    start, stop = plan.streams.start[chosen], plan.streams.stop[chosen]
+    step = np.arange(plan.num_rounds + 1, dtype=np.int64)
+    size = stop - start
+    whole, rest = size // plan.num_rounds, size % plan.num_rounds
+    raw = start[:, None] + whole[:, None] * step + rest[:, None] * step // plan.num_rounds
+    edges = round_positions(plan.entries, plan.round_quantum, raw.reshape(-1)).reshape(raw.shape)
+    edges[:, 0], edges[:, -1] = start, stop
+    return np.clip(edges, start[:, None], stop[:, None])
+
+
+def _segments(plan: Plan, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return (stream, round, entry, first, last): the bytes first..last of each entry in each round."""
+    edges = _edges(plan, chosen)
+    low, high = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
+    kept = np.nonzero(high > low)[0]
+    low, high = low[kept], high[kept]
+    starts = plan.entries.start
+    first = np.searchsorted(starts, low, side="right") - 1
+    last = np.searchsorted(starts, high, side="left") - 1
+    repeats = last - first + 1
+    interval = np.repeat(np.arange(len(kept)), repeats)
+    nth = np.arange(len(interval)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    entry = first[interval] + nth
+    begin = np.maximum(low[interval], starts[entry]) - starts[entry]
+    end = np.minimum(high[interval], starts[entry + 1]) - starts[entry]
+    where = kept[interval]
+    return where // plan.num_rounds, where % plan.num_rounds, entry, begin, end
+
+
+def _fragments(plan: Plan, chosen: Ints) -> Iterator[tuple[int, int, Fragment]]:
+    """Yield (position in chosen, round, fragment) in line order."""
+    entries = plan.entries
+    boxes: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    columns = [column.tolist() for column in _segments(plan, chosen)]
+    for stream, number, entry, begin, end in zip(*columns, strict=True):
+        index = int(entries.tensor_class[entry])
+        one = entries.classes[index]
+        if index not in boxes:
+            boxes[index] = [
+                (tuple(a), tuple(b)) for a, b in zip(one.lo.tolist(), one.hi.tolist(), strict=True)
+            ]
+        lo, hi = boxes[index][entries.box[entry]]
+        size, item = int(entries.box_bytes[entry]), one.item_size
+        for nth in range(begin // size, -(-end // size)):
+            start = max(begin - nth * size, 0) // item
+            stop = min(end - nth * size, size) // item
+            yield stream, number, Fragment(int(one.tensors[nth]), lo, hi, start, stop, item)
+
+
+def transfers(blocks: list[Block], rank: int, *, phase: int) -> list[Transfer]:
+    """Return the messages of one round in which the rank takes part, in the order that both ends share.
+
+    phase NETWORK: sender to carrier. phase DOMAIN: from the carrier to the others that want the block, and
+    what a rank of the same domain sends directly.
+    """
+    found = []
+    for block in blocks:
+        if block.kind == LOCAL:
+            continue
+        if (block.kind == NETWORK) == (phase == NETWORK):
+            routes = [(block.sender, block.carrier)]
+        elif block.kind == NETWORK:
+            routes = [(block.carrier, other) for other in block.wanters if other != block.carrier]
+        else:
+            continue
+        for origin, target in routes:
+            if rank not in (origin, target):
+                continue
+            if block.packed:
+                found.append(Transfer(origin, target, block, None))
+            found += [Transfer(origin, target, block, part) for part in range(len(block.big))]
+    return found
+
+
+def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
+    """Return per ordered pair of ranks a digest of the order, sizes and contents of its messages.
+
+    Both ends compute it from their own schedules; they must agree before anything is sent.
+    """
+    hashers: dict[tuple[int, int], hashlib._Hash] = {}
+    for number, blocks in enumerate(schedule.rounds):
+        for phase in (NETWORK, DOMAIN):
+            for transfer in transfers(blocks, schedule.rank, phase=phase):
+                hasher = hashers.setdefault((transfer.origin, transfer.target), hashlib.sha256())
+                block = transfer.block
+                parts = block.packed if transfer.part is None else [block.big[transfer.part]]
+                hasher.update(repr((number, phase, transfer.num_bytes)).encode())
+                for part in parts:
+                    hasher.update(
+                        repr((part.tensor, part.lo, part.hi, part.start, part.stop, part.item_size)).encode()
+                    )
+    return {pair: hasher.hexdigest() for pair, hasher in hashers.items()}
+
+
+def count_messages(plan: Plan) -> int:
+    """Return the number of messages of one refit, over all ranks and rounds."""
+    streams, entries = plan.streams, plan.entries
+    moving = np.nonzero(streams.kind != LOCAL)[0].astype(np.int64)
+    if not len(moving):
+        return 0
+    stream, number, entry, begin, end = _segments(plan, moving)
+    size = entries.box_bytes[entry]
+    first, last = begin // size, (end - 1) // size
+    head = np.where(first == last, end - begin, size - begin % size)
+    tail = np.where(first == last, 0, end - last * size)
+    inner = np.maximum(last - first - 1, 0)
+    long = sum(_messages_of(part) for part in (head, tail)) + inner * _messages_of(size)
+    short = sum(np.where(part < BIG_FRAGMENT, part, 0) for part in (head, tail))
+    short = short + np.where(size < BIG_FRAGMENT, inner * size, 0)
+    chosen = moving[stream]
+    copies = np.where(streams.kind[chosen] == NETWORK, entries.wanter_sets.sizes[streams.wanters[chosen]], 1)
+    key = np.stack(
+        [number, streams.kind[chosen], streams.sender[chosen], streams.carrier[chosen], streams.wanters[chosen]]
+    )
+    _, at, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
+    packed = np.bincount(inverse.reshape(-1), short).astype(np.int64)
+    return int((long * copies).sum() + (-(-packed // MAX_MESSAGE) * copies[at]).sum())
+
+
+def _messages_of(size: Ints) -> Ints:
+    return np.where(size >= BIG_FRAGMENT, -(-size // MAX_MESSAGE), 0)

@@ -1,0 +1,187 @@
+"""Cuts the line of all entries into streams: runs of bytes that one rank sends to one carrier.
+
+A carrier takes bytes off the network for all ranks of its domain that want them and passes them on. Both
+cuts, among the carriers of a domain and among the holders of the bytes, follow the shares of `balance`;
+ranks with the same index in their domains (rails) are lined up with each other, which costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_cli.layout.boxes import Ints
+from reshard_cli.plan.balance import Floats, RankSets, best_maximum, share_out
+from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries
+
+__all__ = ["Streams", "make_streams", "quantum_of", "round_positions"]
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams as columns: kind, sender and carrier (world ranks), wanter set, bytes of the line.
+
+    best_send and best_receive: the least possible network bytes of the busiest sender and carrier.
+    """
+
+    kind: Ints
+    sender: Ints
+    carrier: Ints
+    wanters: Ints
+    start: Ints
+    stop: Ints
+    best_send: float
+    best_receive: float
+
+    @property
+    def num_bytes(self) -> Ints:
+        """The bytes of each stream."""
+        return self.stop - self.start
+
+
+def quantum_of(entries: Entries, tolerance: int) -> Ints:
+    """Return per entry the bytes at whose multiples a box may be cut.
+
+    That is the largest row (all of the box, or a trailing part of its dims) of at most `tolerance` bytes,
+    so boxes up to that size stay whole; where even the last dim is longer, a part of it.
+    """
+    quantum = np.ones(len(entries.kind), np.int64)
+    for index, one in enumerate(entries.classes):
+        mine = np.nonzero(entries.tensor_class == index)[0]
+        if not len(mine):
+            continue
+        sizes = (one.hi - one.lo)[entries.box[mine]]
+        rows = np.full(len(mine), one.item_size, np.int64)
+        best = np.full(len(mine), max(1, tolerance // one.item_size) * one.item_size, np.int64)
+        fits = np.zeros(len(mine), bool)
+        for dim in range(sizes.shape[1] - 1, -1, -1):
+            rows = rows * sizes[:, dim]
+            now = rows <= tolerance
+            best = np.where(now, rows, best)
+            fits |= now
+        if sizes.shape[1] == 0:
+            best = rows
+        quantum[mine] = best
+    return quantum
+
+
+def round_positions(entries: Entries, quantum: Ints, positions: Ints) -> Ints:
+    """Return each position of the line moved to the nearest place where its box may be cut."""
+    if not len(entries.kind):
+        return positions
+    index = np.searchsorted(entries.start, positions, side="right") - 1
+    index = np.minimum(index, len(entries.kind) - 1)
+    inside = positions - entries.start[index]
+    box = entries.box_bytes[index]
+    step = quantum[index]
+    rounded = (inside % box + step // 2) // step * step
+    return entries.start[index] + inside // box * box + np.minimum(rounded, box)
+
+
+def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -> Streams:
+    """Return the streams of all groups of entries. rails: each rank's index inside its domain."""
+    columns: list[Ints] = []
+    best = [0.0, 0.0]
+    for kind in (NETWORK, DOMAIN, 2):
+        chosen = np.nonzero(entries.kind == kind)[0]
+        if not len(chosen):
+            continue
+        first, last, holders, wanters = _groups(entries, chosen)
+        amounts = last - first
+        carrier_total = np.bincount(wanters, amounts, minlength=len(entries.wanter_sets)).astype(np.int64)
+        shares = share_out(entries.wanter_sets, carrier_total, num_ranks)
+        if kind == NETWORK:
+            best[1] = best_maximum(entries.wanter_sets, carrier_total, shares, num_ranks)
+        group, carrier, start, stop = _cut_groups(entries.wanter_sets, wanters, first, last, shares)
+        start, stop = (round_positions(entries, quantum, edge) for edge in (start, stop))
+        kept = stop > start
+        group, carrier, start, stop = group[kept], carrier[kept], start[kept], stop[kept]
+        sender_total = np.bincount(holders, amounts, minlength=len(entries.holder_sets)).astype(np.int64)
+        sent = share_out(entries.holder_sets, sender_total, num_ranks)
+        if kind == NETWORK:
+            best[0] = best_maximum(entries.holder_sets, sender_total, sent, num_ranks)
+        segment, sender, start, stop = _cut_segments(
+            entries.holder_sets, holders[group], carrier, start, stop, sent, rails
+        )
+        start, stop = (round_positions(entries, quantum, edge) for edge in (start, stop))
+        kept = stop > start
+        segment, sender, start, stop = segment[kept], sender[kept], start[kept], stop[kept]
+        columns.append(
+            np.stack(
+                [np.full(len(start), kind), sender, carrier[segment], wanters[group[segment]], start, stop]
+            )
+        )
+    table = np.concatenate(columns, axis=1) if columns else np.zeros((6, 0), np.int64)
+    table = table[:, np.lexsort((table[4], table[3], table[2], table[1], table[0]))].astype(np.int64)
+    return Streams(*table, best_send=best[0], best_receive=best[1])
+
+
+def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (start, stop, holders, wanters) of each run of entries with the same holders and wanters."""
+    holders, wanters = entries.holders[chosen], entries.wanters[chosen]
+    new = np.concatenate([[True], (holders[1:] != holders[:-1]) | (wanters[1:] != wanters[:-1])])
+    at = np.nonzero(new)[0]
+    first = entries.start[chosen[at]]
+    ends = np.concatenate([at[1:], [len(chosen)]]) - 1
+    last = entries.start[chosen[ends] + 1]
+    return first, last, holders[at], wanters[at]
+
+
+def _cut_groups(
+    sets: RankSets, wanters: Ints, first: Ints, last: Ints, shares: Floats
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut each group among its wanters by their shares. Returns (group, carrier, start, stop)."""
+    sizes = sets.sizes[wanters]
+    group = np.repeat(np.arange(len(wanters)), sizes)
+    nth = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    member = sets.offsets[wanters[group]] + nth
+    running = np.cumsum(shares)
+    before = np.concatenate([[0.0], running])
+    base = before[sets.offsets[wanters]]
+    whole = before[sets.offsets[wanters + 1]] - base
+    amount = (last - first).astype(np.float64)
+    scale = np.divide(amount, whole, out=np.zeros_like(amount), where=whole > 0)
+    start = first[group] + np.rint((before[member] - base[group]) * scale[group]).astype(np.int64)
+    stop = first[group] + np.rint((before[member + 1] - base[group]) * scale[group]).astype(np.int64)
+    start = np.where(nth == 0, first[group], start)
+    stop = np.where(nth == sizes[group] - 1, last[group], stop)
+    return group.astype(np.int64), sets.members[member], start, stop
+
+
+def _cut_segments(
+    sets: RankSets, holders: Ints, carrier: Ints, start: Ints, stop: Ints, shares: Floats, rails: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut the carriers' segments among the holders. Returns (segment, sender, start, stop).
+
+    Per holder set, the segments follow each other by the carriers' rails and the holders by their own, so
+    that equal shares meet the same rail.
+    """
+    order = np.lexsort((start, carrier, rails[carrier], holders))
+    length = (stop - start)[order]
+    edge = np.concatenate([[0], np.cumsum(length)])
+    owner = holders[order]
+    new = np.concatenate([[True], owner[1:] != owner[:-1]])
+    at = np.nonzero(new)[0]
+    begin = edge[at]
+    end = edge[np.concatenate([at[1:], [len(owner)]])]
+    sizes = sets.sizes[owner[at]]
+    block = np.repeat(np.arange(len(at)), sizes)
+    nth = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    member = sets.offsets[owner[at][block]] + nth
+    member = member[np.lexsort((sets.members[member], rails[sets.members[member]], block))]
+    amount = shares[member]
+    running = np.cumsum(amount)
+    first_of = np.searchsorted(block, np.arange(len(at)))
+    base = np.concatenate([[0.0], running])[first_of]
+    whole = np.add.reduceat(amount, first_of)
+    scale = np.divide((end - begin).astype(float), whole, out=np.zeros(len(at)), where=whole > 0)
+    upto = begin[block] + np.rint((running - base[block]) * scale[block]).astype(np.int64)
+    upto = np.where(nth == sizes[block] - 1, end[block], np.minimum(upto, end[block]))
+    edges = np.union1d(edge, upto)
+    low, high = edges[:-1], edges[1:]
+    segment = np.searchsorted(edge, low, side="right") - 1
+    sender = sets.members[member[np.searchsorted(upto, low, side="right")]]
+    shift = low - edge[segment]
+    chosen = order[segment]
+    return chosen, sender, start[chosen] + shift, start[chosen] + shift + (high - low)

@@ -1,0 +1,121 @@
+"""A checkpoint folder as a source: any box of any logical tensor, straight from the mapped files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from reshard_cli.errors import WeightsError
+from reshard_cli.layout.job import JobLayout
+from reshard_cli.plan.pairs import TensorPair
+from reshard_cli.spec.headers import StoredTensor, index_folder
+from reshard_cli.spec.model import Model, model_of_checkpoint, rename_model
+from reshard_cli.spec.names import fill, normalise
+from reshard_cli.weights.files import MappedFile
+from reshard_cli.weights.tensors import typed
+from reshard_cli.weights.windows import Boxed, Corner, within
+
+__all__ = ["CheckpointSource", "check_checkpoint"]
+
+_SHOWN = 12
+
+
+class CheckpointSource:
+    """Reads boxes of logical tensors from safetensors files. Files are mapped when first touched."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], layout: JobLayout) -> None:
+        """`stored` is by the layout's logical names (see `check_checkpoint`)."""
+        self._stored = stored
+        self._experts = {tensor.logical for tensor in layout.tensors if tensor.has_experts}
+        self._files: dict[Path, MappedFile] = {}
+
+    def _view(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        if stored.file not in self._files:
+            self._files[stored.file] = MappedFile(stored.file)
+        data = self._files[stored.file].bytes_of(stored.start, stored.num_bytes)
+        if stored.start % max(1, stored.num_bytes and _alignment(stored)):
+            data = data.clone()  # old files may start a tensor at any byte
+        return typed(data, stored.dtype).view(stored.shape)
+
+    def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
+        """Yield the box, or its part of each expert."""
+        if name not in self._experts:
+            yield lo, hi, within(self._view(name), (0,) * len(lo), lo, hi)
+            return
+        for expert in range(lo[0], hi[0]):
+            view = self._view(fill(name, expert=expert)).unsqueeze(0)
+            part_lo, part_hi = (expert, *lo[1:]), (expert + 1, *hi[1:])
+            yield part_lo, part_hi, within(view, (expert,) + (0,) * (len(lo) - 1), part_lo, part_hi)
+
+
+def _alignment(stored: StoredTensor) -> int:
+    elements = 1
+    for size in stored.shape:
+        elements *= size
+    return stored.num_bytes // elements
+
+
+def check_checkpoint(
+    folder: Path, layout: JobLayout, pairs: list[TensorPair], *, allow_extra: bool
+) -> dict[str, StoredTensor]:
+    """Return the folder's tensors by the logical names of the source layout, after checking each one.
+
+    Raises WeightsError for tensors that are missing, extra, or of another shape or dtype than declared.
+    """
+    stored = index_folder(folder)
+    names = _renamed(stored, layout)
+    aliases = {tensor.name: tensor.logical for tensor in layout.tensors if tensor.name != tensor.logical}
+    for alias, logical in aliases.items():
+        if alias in names:
+            names.setdefault(logical, names.pop(alias))
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+    for pair in pairs:
+        if pair.has_experts:
+            for expert in range(pair.shape[0]):
+                wanted[fill(pair.name, expert=expert)] = (pair.shape[1:], pair.source_dtype)
+        else:
+            wanted[pair.name] = (pair.shape, pair.source_dtype)
+    missing = [name for name in wanted if name not in names]
+    declared = {name for tensor in layout.model.tensors for name in tensor.names()}
+    extra = [name for name in names if name not in wanted and name not in declared]
+    lines = []
+    if missing:
+        lines.append(f"{folder}: lacks {_listed(missing)}")
+    if extra and (missing or not allow_extra):
+        mend = "" if missing else " (--allow-extra leaves them out)"
+        lines.append(f"{folder}: holds tensors that no document declares: {_listed(extra)}{mend}")
+    for name, (shape, dtype) in wanted.items():
+        have = names.get(name)
+        if have is None or len(lines) > _SHOWN:
+            continue
+        if have.shape != shape:
+            lines.append(f"{have.file}: tensor {name!r} has shape {list(have.shape)}, declared {list(shape)}")
+        elif have.dtype != dtype:
+            lines.append(
+                f"{have.file}: tensor {name!r} is {have.dtype}, the source's document declares {dtype}; "
+                f"write dtype: {have.dtype} there, and dtype: {dtype} in the destination's to have it cast"
+            )
+    if lines:
+        raise WeightsError("\n".join(lines))
+    return names
+
+
+def _renamed(stored: Mapping[str, StoredTensor], layout: JobLayout) -> dict[str, StoredTensor]:
+    """Return the stored tensors under the names that the layout's documents use."""
+    plain = {normalise(name): tensor for name, tensor in stored.items()}
+    model: Model = model_of_checkpoint(layout.name, stored)
+    renamed = rename_model(model, layout.loaded.document.rename)
+    names: dict[str, StoredTensor] = {}
+    for before, after in zip(model.tensors, renamed.tensors, strict=True):
+        for old, new in zip(before.names(), after.names(), strict=True):
+            names[new] = plain[old]
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensor(s): {shown}{more}"

@@ -1,0 +1,87 @@
+"""Finds a logical box in a rank's storages: the views that hold it, without a copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reshard_cli.layout.storage import RankStorage
+from reshard_cli.plan.schedule import Fragment
+from reshard_cli.weights.tensors import as_bytes, typed
+
+__all__ = ["Boxed", "Source", "StorageWindows", "contiguous_bytes", "intersection"]
+
+Corner = tuple[int, ...]
+Boxed = tuple[Corner, Corner, Tensor]
+
+
+class Source(Protocol):
+    """Whatever gives the values of logical boxes."""
+
+    def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
+        """Yield (lo, hi, values) of boxes that together are the box asked for."""
+        ...
+
+
+def intersection(lo: Corner, hi: Corner, other_lo: Corner, other_hi: Corner) -> tuple[Corner, Corner] | None:
+    """Return the box that both boxes share, or None."""
+    low = tuple(max(a, b) for a, b in zip(lo, other_lo, strict=True))
+    high = tuple(min(a, b) for a, b in zip(hi, other_hi, strict=True))
+    return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+
+
+def within(view: Tensor, origin: Corner, lo: Corner, hi: Corner) -> Tensor:
+    """Return the part lo..hi of a view whose first element is at `origin`."""
+    for dim, (start, stop, at) in enumerate(zip(lo, hi, origin, strict=True)):
+        if start != at or stop - start != view.shape[dim]:
+            view = view.narrow(dim, start - at, stop - start)
+    return view
+
+
+class StorageWindows:
+    """The windows of one or more ranks' storages, over flat byte buffers by storage name."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, list[Boxed]] = defaultdict(list)
+
+    def add(self, storages: Iterable[RankStorage], buffers: Mapping[str, Tensor]) -> None:
+        """Index the windows of one rank's storages; `buffers` are flat uint8 tensors."""
+        for storage in storages:
+            flat = typed(buffers[storage.name], storage.dtype)
+            for window in storage.windows:
+                sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
+                view = torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
+                self._views[window.tensor].append((window.lo, window.hi, view))
+
+    def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
+        """Yield the parts of the box that are held here."""
+        for own_lo, own_hi, view in self._views.get(name, ()):
+            if own_lo == lo and own_hi == hi:
+                yield lo, hi, view
+                continue
+            shared = intersection(lo, hi, own_lo, own_hi)
+            if shared is not None:
+                yield (*shared, within(view, own_lo, *shared))
+
+
+def contiguous_bytes(source: Source, name: str, fragment: Fragment, dtype: str) -> Tensor | None:
+    """Return the fragment's bytes in their place, or None where they are scattered or of another dtype."""
+    found = list(source.windows(name, fragment.lo, fragment.hi))
+    start, stop = fragment.start, fragment.stop
+    if len(found) != 1 or found[0][:2] != (fragment.lo, fragment.hi) or not found[0][2].is_contiguous():
+        boxes = list(fragment.boxes())
+        if len(boxes) != 1:
+            return None
+        lo, hi, _ = boxes[0]
+        found = list(source.windows(name, lo, hi))
+        start, stop = 0, stop - start
+    if len(found) != 1:
+        return None
+    view = found[0][2]
+    if not view.is_contiguous() or view.numel() < stop or str(view.dtype) != f"torch.{dtype}":
+        return None
+    return as_bytes(view)[start * fragment.item_size : stop * fragment.item_size]
