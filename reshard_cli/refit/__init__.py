@@ -1,0 +1,1 @@
+"""One run of a plan: join, bind, exchange round by round, verify, commit."""

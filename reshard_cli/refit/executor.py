@@ -1,0 +1,195 @@
+"""One rank's side of a plan: what to send, where to receive, how to unpack, in a bounded staging arena.
+
+It knows nothing of processes: a driver takes the messages of each phase from it and moves them, over a
+process group or, in one process, from one rank's executor to another's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reshard_cli.plan.build import Plan
+from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
+from reshard_cli.plan.schedule import Block, Fragment, RankSchedule, Transfer, transfers
+from reshard_cli.weights.synthetic import SyntheticSource
+from reshard_cli.weights.tensors import copy_exact, typed
+from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
+
+__all__ = ["Message", "RankExecutor"]
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes for, or from, one peer (a world rank)."""
+
+    peer: int
+    data: Tensor
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where one message lies on this rank: its place in a storage, or a range of the arena."""
+
+    block: Block
+    part: int | None
+    place: Tensor | None
+    offset: int
+    num_bytes: int
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return self.block.packed if self.part is None else [self.block.big[self.part]]
+
+
+@dataclass(slots=True)
+class _Round:
+    """The messages of one round with their slots; `taken` are those to unpack at its end."""
+
+    network: list[tuple[Transfer, _Slot]] = field(default_factory=list)
+    domain: list[tuple[Transfer, _Slot]] = field(default_factory=list)
+    taken: list[_Slot] = field(default_factory=list)
+    local: list[Block] = field(default_factory=list)
+    staged: int = 0
+
+
+class RankExecutor:
+    """Runs one rank's schedule. Views and slots are found once and serve every later refit."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: RankSchedule,
+        source: Source | None,
+        destination: StorageWindows | None,
+        device: torch.device,
+    ) -> None:
+        """`source` is None on a rank that only receives, `destination` on one that only sends."""
+        self.plan = plan
+        self.rank = schedule.rank
+        self.source = source
+        self.destination = destination
+        self._dtypes = [(pair.name, pair.wire_dtype) for pair in plan.pairs]
+        self._rounds = [self._prepared(blocks) for blocks in schedule.rounds]
+        self.peak_staging_bytes = max((one.staged for one in self._rounds), default=0)
+        self._arena = torch.empty(self.peak_staging_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds of the plan."""
+        return len(self._rounds)
+
+    def _prepared(self, blocks: list[Block]) -> _Round:
+        ready = _Round(local=[block for block in blocks if block.kind == LOCAL])
+        taken: dict[tuple[int, int | None], _Slot] = {}
+        offset = 0
+        for phase, found in ((NETWORK, ready.network), (DOMAIN, ready.domain)):
+            for transfer in transfers(blocks, self.rank, phase=phase):
+                key = (id(transfer.block), transfer.part)
+                if transfer.origin == self.rank and key in taken:
+                    found.append((transfer, taken[key]))  # passes on what it took in the phase before
+                    continue
+                slot = self._slot(transfer, offset)
+                if slot.place is None:
+                    offset += -(-slot.num_bytes // _ALIGN) * _ALIGN
+                if transfer.target == self.rank:
+                    taken[key] = slot
+                    ready.taken.append(slot)
+                found.append((transfer, slot))
+        ready.staged = offset
+        return ready
+
+    def _slot(self, transfer: Transfer, offset: int) -> _Slot:
+        place = None
+        if transfer.part is not None:
+            holder = self.source if transfer.origin == self.rank else self.destination
+            fragment = transfer.block.big[transfer.part]
+            if holder is not None and not isinstance(holder, SyntheticSource):
+                name, dtype = self._dtypes[fragment.tensor]
+                place = contiguous_bytes(holder, name, fragment, dtype)
+        return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes)
+
+    def _bytes(self, slot: _Slot) -> Tensor:
+        return slot.place if slot.place is not None else self._arena[slot.offset : slot.offset + slot.num_bytes]
+
+    def receives(self, number: int, phase: int) -> list[Message]:
+        """Return where the messages of a phase are to be received, in order."""
+        ready = self._rounds[number]
+        chosen = ready.network if phase == NETWORK else ready.domain
+        return [Message(t.origin, self._bytes(slot)) for t, slot in chosen if t.target == self.rank]
+
+    def sends(self, number: int, phase: int) -> list[Message]:
+        """Pack and return the messages that this rank sends in a phase, in order.
+
+        For phase DOMAIN, what was received in phase NETWORK must be there.
+        """
+        ready = self._rounds[number]
+        messages = []
+        for transfer, slot in ready.network if phase == NETWORK else ready.domain:
+            if transfer.origin != self.rank:
+                continue
+            if slot.place is None and (phase == NETWORK or transfer.block.kind == DOMAIN):
+                self._pack(slot)
+            messages.append(Message(transfer.target, self._bytes(slot)))
+        return messages
+
+    def finish(self, number: int) -> None:
+        """Unpack what the round brought, and copy what this rank holds itself."""
+        ready = self._rounds[number]
+        for slot in ready.taken:
+            if slot.place is None:
+                self._unpack(slot)
+        for block in ready.local:
+            for fragment in block.packed + block.big:
+                self._keep(fragment)
+
+    def _pack(self, slot: _Slot) -> None:
+        assert self.source is not None
+        data = self._bytes(slot)
+        position = 0
+        for fragment in slot.fragments:
+            name, dtype = self._dtypes[fragment.tensor]
+            values = typed(data[position : position + fragment.num_bytes], dtype)
+            position += fragment.num_bytes
+            for lo, hi, at in fragment.boxes():
+                shape = [b - a for a, b in zip(lo, hi, strict=True)]
+                box = values[at : at + _count(shape)].view(shape)
+                for part_lo, part_hi, view in self.source.windows(name, lo, hi):
+                    copy_exact(within(box, lo, part_lo, part_hi), view)
+
+    def _unpack(self, slot: _Slot) -> None:
+        data = self._bytes(slot)
+        position = 0
+        for fragment in slot.fragments:
+            _, dtype = self._dtypes[fragment.tensor]
+            values = typed(data[position : position + fragment.num_bytes], dtype)
+            position += fragment.num_bytes
+            for lo, hi, at in fragment.boxes():
+                shape = [b - a for a, b in zip(lo, hi, strict=True)]
+                self._deliver(fragment.tensor, lo, hi, values[at : at + _count(shape)].view(shape))
+
+    def _keep(self, fragment: Fragment) -> None:
+        assert self.source is not None
+        name, dtype = self._dtypes[fragment.tensor]
+        for lo, hi, _ in fragment.boxes():
+            for part_lo, part_hi, view in self.source.windows(name, lo, hi):
+                if str(view.dtype) != f"torch.{dtype}":
+                    view = view.to(getattr(torch, dtype))
+                self._deliver(fragment.tensor, part_lo, part_hi, view)
+
+    def _deliver(self, tensor: int, lo: Corner, hi: Corner, values: Tensor) -> None:
+        """Copy a box's values wherever this rank holds a part of it: aliases hold it more than once."""
+        assert self.destination is not None
+        for part_lo, part_hi, view in self.destination.windows(self._dtypes[tensor][0], lo, hi):
+            copy_exact(view, within(values, lo, part_lo, part_hi))
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
