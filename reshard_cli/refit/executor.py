@@ -14,21 +14,14 @@ from torch import Tensor
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.schedule import Block, Fragment, RankSchedule, Transfer, transfers
+from reshard_cli.transport.message import Message
 from reshard_cli.weights.synthetic import SyntheticSource
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
 
-__all__ = ["Message", "RankExecutor"]
+__all__ = ["RankExecutor"]
 
 _ALIGN = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Bytes for, or from, one peer (a world rank)."""
-
-    peer: int
-    data: Tensor
 
 
 @dataclass(slots=True)

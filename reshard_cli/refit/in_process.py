@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from reshard_cli.errors import TransferError
 from reshard_cli.plan.entries import DOMAIN, NETWORK
-from reshard_cli.refit.executor import Message, RankExecutor
+from reshard_cli.refit.executor import RankExecutor
+from reshard_cli.transport.message import Message
 
 __all__ = ["run_in_process"]
 

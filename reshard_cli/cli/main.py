@@ -1,0 +1,200 @@
+"""The command `reshard-cli` and its flags. Failures become one message and an exit code here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from reshard_cli import __version__
+from reshard_cli.errors import ReshardError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Give inference jobs their new weights: exact, close to the network's limit, never hanging.",
+)
+
+
+class ModeName(str, Enum):
+    """The modes of the command line."""
+
+    broadcast = "broadcast"
+    hybrid_ffn = "hybrid-ffn"
+    reshard = "reshard"
+    hybrid = "hybrid"
+
+
+class BackendName(str, Enum):
+    """The transports of the command line."""
+
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class DocumentKind(str, Enum):
+    """The kinds of documents that have a schema."""
+
+    layout = "layout"
+    model = "model"
+
+
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="layout document of the source job")]
+Destination = Annotated[Path, typer.Argument(metavar="DESTINATION", help="layout document of the destination job")]
+ModelFlag = Annotated[
+    Path | None, typer.Option("--model", help="model document or checkpoint folder, over what the documents say")
+]
+ModeFlag = Annotated[
+    ModeName,
+    typer.Option(
+        "--mode",
+        help="broadcast: every tensor whole. hybrid-ffn: FFN projections as fragments, the rest whole. "
+        "reshard: every tensor as fragments. hybrid: each by its rule's route, else whichever is cheaper",
+    ),
+]
+StagingFlag = Annotated[float, typer.Option("--staging", metavar="MIB", help="extra memory per rank, at most")]
+DomainFlag = Annotated[
+    str | None,
+    typer.Option("--domain", metavar="N/auto", help="ranks per NVLink domain; auto: what the machine says"),
+]
+ColocatedFlag = Annotated[bool, typer.Option("--colocated", help="both jobs start at rank 0 and share GPUs")]
+ExtraFlag = Annotated[bool, typer.Option("--allow-extra", help="leave out tensors that only the source has")]
+JsonFlag = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="write the report; - for standard output, alone")
+]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="show the traceback of a failure")]
+
+
+@app.command()
+def plan(
+    source: Source,
+    destination: Destination,
+    model: ModelFlag = None,
+    mode: ModeFlag = ModeName.hybrid,
+    staging: StagingFlag = 512,
+    domain: DomainFlag = None,
+    colocated: ColocatedFlag = False,
+    allow_extra: ExtraFlag = False,
+    json: JsonFlag = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what a refit would move, without running it: no GPU, no ranks, no torch."""
+    from reshard_cli.cli.plan import run_plan
+
+    run_plan(
+        source, destination, model=model, mode=mode.value, staging=_bytes_of(staging), domain=domain,
+        colocated=colocated, allow_extra=allow_extra, json_file=json,
+    )  # fmt: skip
+
+
+@app.command()
+def refit(
+    source: Source,
+    destination: Destination,
+    origin: Annotated[
+        str, typer.Option("--from", metavar="WHERE", help="a safetensors folder, or synthetic")
+    ] = "synthetic",
+    target: Annotated[
+        str, typer.Option("--to", metavar="WHERE", help="a folder (one file per destination rank), or memory")
+    ] = "memory",
+    model: ModelFlag = None,
+    mode: ModeFlag = ModeName.hybrid,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="refits in a row")] = 1,
+    verify: Annotated[bool, typer.Option("--verify", help="compare every destination element")] = False,
+    staging: StagingFlag = 512,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="longest wait for a peer")] = 120,
+    backend: Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")] = (
+        BackendName.auto
+    ),
+    domain: DomainFlag = None,
+    colocated: ColocatedFlag = False,
+    allow_extra: ExtraFlag = False,
+    json: JsonFlag = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Move the weights: under torchrun, or by itself on this machine."""
+    from reshard_cli.cli.refit import run_refit
+    from reshard_cli.refit.prepare import RefitOptions
+
+    if timeout <= 0:
+        raise click.BadParameter("must be more than 0 seconds", param_hint="--timeout")
+    run_refit(
+        RefitOptions(
+            source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
+            iterations=iterations, verify=verify, staging=_bytes_of(staging), timeout=timeout,
+            backend=backend.value, domain=domain, colocated=colocated, allow_extra=allow_extra,
+        ),
+        json_file=json, debug=debug,
+    )  # fmt: skip
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="checkpoint folder, or a model document")],
+    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="write a model document")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="the model's name in that document")] = None,
+    json: JsonFlag = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Print a model's tensors, from headers alone; write them as a model document."""
+    from reshard_cli.cli.inspect import run_inspect
+
+    run_inspect(folder, write=write, name=name, json_file=json)
+
+
+@app.command()
+def schema(
+    kind: Annotated[DocumentKind, typer.Argument(help="which document")] = DocumentKind.layout,
+) -> None:
+    """Print the JSON Schema of a document, for editors."""
+    from reshard_cli.cli.schema import run_schema
+
+    run_schema(kind.value)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"reshard-cli {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def _bytes_of(mebibytes: float) -> int:
+    if not 0 < mebibytes < 2**40:
+        raise click.BadParameter("must be more than 0 MiB", param_hint="--staging")
+    return max(1, int(mebibytes * 2**20))
+
+
+def main() -> None:
+    """Run the command line; the entry point of `reshard-cli` and of `python -m reshard_cli`."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own account of a lost peer is not for people
+    try:
+        app()
+    except ReshardError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+            if "--debug" in sys.argv:
+                traceback.print_exception(error)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

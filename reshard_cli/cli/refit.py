@@ -1,0 +1,71 @@
+"""`reshard-cli refit`: under torchrun one rank of it, else the launcher of all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from reshard_cli.cli.output import check_json_file, write_json
+from reshard_cli.errors import DocumentError
+from reshard_cli.refit.prepare import RefitOptions, parse_domain, read_jobs
+from reshard_cli.report.terminal import print_refit
+
+__all__ = ["run_refit"]
+
+_SHOW_PROGRESS_AFTER = 2.0
+
+
+def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> None:
+    """Run the refit and end the process with its exit code. Raises what can be said before any rank starts."""
+    check_json_file(json_file)
+    parse_domain(options.domain)
+    folder = Path(options.origin)
+    fallback = folder if options.origin != "synthetic" and folder.is_dir() else None
+    jobs = read_jobs(options.source, options.destination, options.model, fallback)
+
+    # torch takes seconds to import: only from here on is it needed
+    import torch
+
+    from reshard_cli.refit.endpoints import check_target
+    from reshard_cli.refit.session import RefitReport, run_rank
+    from reshard_cli.report.refit_report import refit_report
+    from reshard_cli.transport.launcher import World, launch, world_of_environment
+
+    def show(report: RefitReport) -> None:
+        values = refit_report(report)
+        if json_file is not None:
+            write_json(values, json_file)
+        if json_file != "-":
+            print_refit(values)
+
+    def run(world: World) -> int:
+        local = world.num_ranks if world.launcher else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        progress = _Progress() if world.rank == 0 and sys.stderr.isatty() else None
+        return run_rank(world, options, jobs, on_report=show, progress=progress, debug=debug)
+
+    world = world_of_environment(os.environ)
+    if world is None:
+        check_target(options.target, "check")
+        if options.backend == "nccl" and not torch.cuda.device_count():
+            raise DocumentError("--backend nccl: this machine has no GPU; use gloo or auto")
+        sys.exit(launch(jobs.num_ranks(options.colocated), options.timeout, run))
+    sys.exit(run(world))
+
+
+class _Progress:
+    """A bar on the terminal, shown once the work has proved to be long."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._width = 30
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._began < _SHOW_PROGRESS_AFTER and done < total:
+            return
+        filled = self._width * done // total
+        end = "\n" if done == total else ""
+        bar = "#" * filled + "." * (self._width - filled)
+        print(f"\rrefit [{bar}] round {done} of {total}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""From a refit's options to its layouts: everything that can be read and checked before any rank is met."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard_cli.errors import DocumentError
+from reshard_cli.layout.job import JobLayout, build_layout
+from reshard_cli.plan.routes import Mode
+from reshard_cli.plan.topology import Topology
+from reshard_cli.spec.layout_document import LoadedLayout, read_layout_document
+from reshard_cli.spec.model import Model
+from reshard_cli.spec.model_document import read_model
+
+__all__ = ["Jobs", "RefitOptions", "parse_domain", "read_jobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOptions:
+    """What the command line says. staging in bytes, timeout in seconds; origin and target as written."""
+
+    source: Path
+    destination: Path
+    model: Path | None = None
+    mode: Mode = "hybrid"
+    origin: str = "synthetic"
+    target: str = "memory"
+    iterations: int = 1
+    verify: bool = False
+    staging: int = 512 << 20
+    timeout: float = 120.0
+    backend: str = "auto"
+    domain: str | None = None
+    colocated: bool = False
+    allow_extra: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The two jobs' layouts."""
+
+    source: JobLayout
+    destination: JobLayout
+
+    def num_ranks(self, colocated: bool) -> int:
+        """Return the size of the joint world."""
+        one, other = self.source.num_ranks, self.destination.num_ranks
+        return max(one, other) if colocated else one + other
+
+    def topology(self, domain: int | None, colocated: bool) -> Topology:
+        """Return the topology by the documents, or with `domain` ranks per domain in both jobs."""
+        one, other = self.source.loaded.document, self.destination.loaded.document
+        return Topology.of_jobs(
+            one.ranks, other.ranks, domain or one.domain, domain or other.domain, colocated=colocated
+        )
+
+    def name_of(self, rank: int, colocated: bool) -> str:
+        """Return a world rank as people know it: `rank 5 (infer 1)`."""
+        parts = []
+        if rank < self.source.num_ranks:
+            parts.append(f"{self.source.name} {rank}")
+        local = rank if colocated else rank - self.source.num_ranks
+        if 0 <= local < self.destination.num_ranks:
+            parts.append(f"{self.destination.name} {local}")
+        return f"rank {rank} ({', '.join(parts)})"
+
+
+def parse_domain(text: str | None) -> int | None:
+    """Return the number of `--domain`, None for `auto` or no flag. Raises DocumentError."""
+    if text is None or text == "auto":
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise DocumentError(f"--domain: {text!r} is neither a number of ranks nor 'auto'")
+    return int(text)
+
+
+def read_jobs(
+    source: Path, destination: Path, model: Path | None = None, fallback: Path | None = None
+) -> Jobs:
+    """Read both documents and their models; return the layouts.
+
+    The model is `model`, else each document's own, else the other document's, else `fallback` (the
+    checkpoint to be read). Raises DocumentError with the problems of both documents at once.
+    """
+    problems = []
+    loaded: list[LoadedLayout] = []
+    for path in (source, destination):
+        try:
+            loaded.append(read_layout_document(path))
+        except DocumentError as error:
+            if not error.problems:
+                raise
+            problems += error.problems
+    if problems:
+        raise DocumentError(problems=problems)
+    models: dict[Path, Model] = {}
+    paths = [_model_path(one, model) for one in loaded]
+    chosen = [paths[0] or paths[1] or fallback, paths[1] or paths[0] or fallback]
+    layouts = []
+    for one, path in zip(loaded, chosen, strict=True):
+        if path is None:
+            raise DocumentError(f"{one.path}: names no `model`; add one, or give --model")
+        if path not in models:
+            models[path] = read_model(path)
+        try:
+            layouts.append(build_layout(one, models[path]))
+        except DocumentError as error:
+            if not error.problems:
+                raise
+            problems += error.problems
+    if problems:
+        raise DocumentError(problems=problems)
+    return Jobs(*layouts)
+
+
+def _model_path(loaded: LoadedLayout, override: Path | None) -> Path | None:
+    if override is not None:
+        return override
+    text = loaded.document.model
+    if text is None:
+        return None
+    path = loaded.path.parent / text
+    if not path.exists():
+        problem = loaded.located.problem(("model",), f"{path} does not exist (it is looked up from this file)")
+        raise DocumentError(problems=[problem])
+    return path.resolve()

@@ -1,0 +1,471 @@
+"""One rank's refit from start to end: join, plan, bind, agree, run the rounds, verify, commit.
+
+Read `run_rank` from top to bottom. Every step is named to the control plane, so that a message about a
+rank can say what it was doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError
+from reshard_cli.plan.build import PLAN_VERSION, Plan, build_plan
+from reshard_cli.plan.entries import DOMAIN, NETWORK
+from reshard_cli.plan.schedule import RankSchedule, pair_digests, rank_schedule
+from reshard_cli.plan.topology import Topology
+from reshard_cli.refit.endpoints import Destination, check_target, open_source
+from reshard_cli.refit.environment import describe_environment, machine_place
+from reshard_cli.refit.executor import RankExecutor
+from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
+from reshard_cli.refit.verify import verify_rank
+from reshard_cli.transport.control import Control, connect_store
+from reshard_cli.transport.exchange import Transport, open_transport
+from reshard_cli.transport.launcher import World
+from reshard_cli.weights.rank_folder import PendingFolder
+
+__all__ = ["Iteration", "RefitReport", "run_rank"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One refit of a loop: its version, seconds by phase (of the slowest rank), bytes really sent."""
+
+    version: int
+    seconds: float
+    phases: dict[str, float]
+    network_bytes: int
+    domain_bytes: int
+
+
+@dataclass(slots=True)
+class RefitReport:
+    """What rank 0 knows at the end."""
+
+    world: dict[str, Any]
+    backend: str
+    mode: str
+    digest: str
+    iterations: list[Iteration]
+    verified: bool | None
+    verified_elements: int
+    peak_staging_bytes: int
+    environment: dict[str, Any]
+    casts: list[str]
+    extra: list[str]
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds by phase of one iteration."""
+
+    control: Control
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        self.control.phase(f"{name}{detail}")
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+
+def run_rank(
+    world: World,
+    options: RefitOptions,
+    jobs: Jobs,
+    *,
+    on_report: Callable[[RefitReport], None],
+    progress: Progress | None = None,
+    debug: bool = False,
+    tamper: Callable[[RankSchedule], None] | None = None,
+) -> int:
+    """Run this process's part of the refit; return its exit code.
+
+    `on_report` is called on rank 0 at the end. One rank prints the message of a failure; all return its
+    exit code. `tamper` is a seam for tests: it may change this rank's schedule before it is agreed on.
+    """
+    control: Control | None = None
+    stop_watching: Callable[[], None] | None = None
+    folder: PendingFolder | None = None
+    rank = world.rank
+    try:
+        needed = jobs.num_ranks(options.colocated)
+        if world.num_ranks != needed:
+            raise DocumentError(
+                f"the documents need {needed} ranks ({jobs.source.name}: {jobs.source.num_ranks}, "
+                f"{jobs.destination.name}: {jobs.destination.num_ranks}), the world has {world.num_ranks}"
+            )
+        connect = lambda serve=False: connect_store(  # noqa: E731
+            world.host, world.port, options.timeout, serve=serve
+        )
+        store = connect(world.serves_store)
+        control = Control(
+            store, rank, needed, options.timeout, lambda one: jobs.name_of(one, options.colocated)
+        )
+        stop_watching = control.watch(connect, world.launcher)
+        setup, plan, topology = _join(world, options, jobs, control)
+        folder = check_target(options.target, setup["token"])
+        session = _Session(options, jobs, plan, topology, control, setup, folder)
+        report = session.run(progress, tamper)
+        control.phase("closing")
+        control.barrier("end", "closing")
+        session.close()
+        stop_watching()
+        if report is not None:
+            on_report(report)
+        if world.serves_store:
+            time.sleep(0.2)  # the others read the last key from this process's store
+        return 0
+    except KeyboardInterrupt:
+        code = _report(control, TransferError(f"rank {rank} was interrupted", rank), world, debug)
+    except ReshardError as error:
+        code = _report(control, error, world, debug)
+    except Exception as error:  # noqa: BLE001 - a fault of ours or of a library: the peers must not wait
+        doing = "" if control is None else f" (last: {control.phase_of(rank)})"
+        wrapped = TransferError(f"rank {rank} raised {type(error).__name__}: {error}{doing}", rank)
+        wrapped.__cause__ = error
+        code = _report(control, wrapped, world, debug)
+    if folder is not None:
+        folder.discard()
+    sys.stderr.flush()
+    os._exit(code)  # no teardown: groups may have work in flight, and would abort the process
+
+
+def _report(control: Control | None, error: ReshardError, world: World, debug: bool) -> int:
+    """Settle who was first, print the message on one rank only, and return the exit code for all."""
+    first = world.rank == 0
+    if control is not None:
+        with contextlib.suppress(RuntimeError):  # the store itself may be what was lost
+            error = _settled(control, error)
+            first = control.fail(error)
+            failure = control.failure()
+            if failure is not None and not first:
+                return failure.exit_code
+    if first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if debug:
+            traceback.print_exception(error)
+    return error.exit_code
+
+
+def _settled(control: Control, error: ReshardError) -> ReshardError:
+    """Return the error to report: another rank's where this one is its echo, with the guilty rank's phase."""
+    if not isinstance(error, TransferError) or error.rank == control.rank:
+        return error
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        failure = control.failure()
+        if failure is not None:
+            return failure.error()
+        time.sleep(0.02)
+    silent = control.silent_ranks()
+    guilty = error.rank
+    if silent and guilty not in silent:
+        guilty = silent[0]
+    if guilty is None:
+        return error
+    name = control.name_of(guilty)
+    what = "is not running any more, or is stopped" if guilty in silent else "did not do its part"
+    return TransferError(f"{name} {what} (last: {control.phase_of(guilty)}); {error}", guilty)
+
+
+def _join(
+    world: World, options: RefitOptions, jobs: Jobs, control: Control
+) -> tuple[dict[str, Any], Plan, Topology]:
+    """Meet all ranks; settle the backend and the domains, which depend on the machines; make the plan."""
+    control.phase("joining")
+    here = {"host": socket.gethostname(), "gpu": torch.cuda.is_available(), "place": machine_place(world.local_rank)}
+    everybody = control.gather("join", here, "joining")
+    setup: dict[str, Any] = {}
+    if everybody is not None:
+        gpus = all(one["gpu"] for one in everybody)
+        if options.backend == "nccl" and not gpus:
+            lacking = next(rank for rank, one in enumerate(everybody) if not one["gpu"])
+            raise DocumentError(f"--backend nccl: {control.name_of(lacking)} has no GPU; use gloo or auto")
+        backend = ("nccl" if gpus else "gloo") if options.backend == "auto" else options.backend
+        setup = {
+            "backend": backend,
+            "places": [one["place"] for one in everybody],
+            "hosts": len({one["host"] for one in everybody}),
+            "token": secrets.token_hex(4),
+        }
+    setup = control.share("setup", setup, "joining")
+    control.phase("planning")
+    if options.domain == "auto":
+        topology = Topology.of_machine(
+            jobs.source.num_ranks, jobs.destination.num_ranks, setup["places"], colocated=options.colocated
+        )
+    else:
+        topology = jobs.topology(parse_domain(options.domain), options.colocated)
+    plan = build_plan(
+        jobs.source, jobs.destination, topology, options.mode,
+        staging=options.staging, allow_extra=options.allow_extra,
+    )  # fmt: skip
+    return setup, plan, topology
+
+
+class _Session:
+    """One rank after the join: bound to its ends, agreed with its peers, running refits."""
+
+    def __init__(
+        self,
+        options: RefitOptions,
+        jobs: Jobs,
+        plan: Plan,
+        topology: Topology,
+        control: Control,
+        setup: dict[str, Any],
+        folder: PendingFolder | None,
+    ) -> None:
+        self.options, self.plan, self.control, self.setup, self.folder = options, plan, control, setup, folder
+        self.jobs = jobs
+        rank = control.rank
+        source, destination = topology.source.tolist(), topology.destination.tolist()
+        self.source_rank = source.index(rank) if rank in source else None
+        self.destination_rank = destination.index(rank) if rank in destination else None
+        self.device = torch.device("cpu")
+        if setup["backend"] == "nccl":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.transport: Transport | None = None
+        self.sent = {NETWORK: 0, DOMAIN: 0}
+        self.compared = 0
+        self.peak = 0
+
+    def run(
+        self, progress: Progress | None, tamper: Callable[[RankSchedule], None] | None
+    ) -> RefitReport | None:
+        """Run all iterations; return the report on rank 0."""
+        self.control.phase("scheduling")
+        schedule = rank_schedule(self.plan, self.control.rank)
+        if tamper is not None:
+            tamper(schedule)
+        self.control.phase("reading the source")
+        self._check_source()
+        self._agree(schedule)
+        self.control.phase("connecting")
+        self.transport = open_transport(
+            self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
+            self.options.timeout, self.device,
+        )  # fmt: skip
+        self.control.barrier("connected", "connecting")
+        iterations = []
+        executor: RankExecutor | None = None
+        destination: Destination | None = None
+        for version in range(1, self.options.iterations + 1):
+            clock = _Clock(self.control)
+            began = time.perf_counter()
+            with clock.phase("bind"):
+                if executor is None or self.folder is not None or self.options.origin == "synthetic":
+                    if destination is None or self.folder is not None:
+                        destination = self._destination(version)
+                    executor = self._executor(schedule, destination, version)
+                elif destination is not None:
+                    destination.zero_padding()
+            self.sent = {NETWORK: 0, DOMAIN: 0}
+            for number in range(executor.num_rounds):
+                self._round(executor, number, clock)
+                if progress is not None:
+                    progress(number + 1, executor.num_rounds)
+            if self.options.verify and destination is not None:
+                with clock.phase("verify"):
+                    self._verify(destination, version)
+            with clock.phase("commit"):
+                self._commit(destination, version)
+            seconds = time.perf_counter() - began
+            self.peak = max(self.peak, executor.peak_staging_bytes)
+            one = self._gathered(version, seconds, clock)
+            if one is not None:
+                iterations.append(one)
+        return self._report(iterations)
+
+    def _check_source(self) -> None:
+        """Hold the source's headers against the documents on every rank that will read it."""
+        if self.source_rank is None and not (self.options.verify and self.destination_rank is not None):
+            return
+        ranks = [] if self.source_rank is None else [self.source_rank]
+        open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
+
+    def _destination(self, version: int) -> Destination | None:
+        if self.destination_rank is None:
+            return None
+        layout = self.plan.destination
+        return Destination.create(layout, self.destination_rank, self.folder, version, self.device)
+
+    def _executor(
+        self, schedule: RankSchedule, destination: Destination | None, version: int
+    ) -> RankExecutor:
+        source = None
+        if self.source_rank is not None:
+            source = open_source(
+                self.options.origin, self.plan, [self.source_rank], version, allow_extra=self.options.allow_extra
+            )
+        windows = None if destination is None else destination.windows
+        return RankExecutor(self.plan, schedule, source, windows, self.device)
+
+    def _agree(self, schedule: RankSchedule) -> None:
+        """Compare what must be equal on all ranks before the first byte, and name the first difference."""
+        self.control.phase("comparing plans")
+        options, plan = self.options, self.plan
+        dtypes = repr([(pair.name, pair.source_dtype, pair.destination_dtype) for pair in plan.pairs])
+        facts = {
+            "version of the plan": PLAN_VERSION,
+            "mode": plan.mode,
+            "staging bytes": plan.staging,
+            "iterations": options.iterations,
+            "verify": options.verify,
+            "layout of the source": plan.source.digest,
+            "layout of the destination": plan.destination.digest,
+            "dtypes": hashlib.sha256(dtypes.encode()).hexdigest(),
+            "domains": plan.topology.domain.tolist(),
+            "rounds": plan.num_rounds,
+            "plan": plan.digest,
+        }
+        digests = pair_digests(schedule)
+        pairs = [[origin, target, digest] for (origin, target), digest in digests.items()]
+        everybody = self.control.gather("facts", {"facts": facts, "pairs": pairs}, "comparing plans")
+        if everybody is not None:
+            self._compare([one["facts"] for one in everybody], [one["pairs"] for one in everybody])
+        self.control.share("agreed", 1, "comparing plans")
+
+    def _compare(self, facts: list[dict[str, Any]], pairs: list[list[list[Any]]]) -> None:
+        for key, value in facts[0].items():
+            for rank, other in enumerate(facts):
+                if other.get(key) != value:
+                    raise TransferError(
+                        f"{self.control.name_of(rank)} came with another plan: {key}: "
+                        f"{_short(other.get(key))} there, {_short(value)} on {self.control.name_of(0)}; "
+                        f"give all ranks the same documents and flags",
+                        rank,
+                    )
+        seen: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+        for rank, own in enumerate(pairs):
+            for origin, target, digest in own:
+                seen[origin, target][rank] = digest
+        for (origin, target), views in sorted(seen.items()):
+            if len(views) != 2 or len(set(views.values())) != 1:
+                raise TransferError(
+                    f"{self.control.name_of(origin)} and {self.control.name_of(target)} disagree on the order, "
+                    f"sizes or contents of their messages; nothing was sent",
+                    target,
+                )
+
+    def _round(self, executor: RankExecutor, number: int, clock: _Clock) -> None:
+        """Run one round: off the network, on inside the domains, into place."""
+        assert self.transport is not None
+        detail = f", round {number + 1} of {executor.num_rounds}"
+        for phase, name in ((NETWORK, "network"), (DOMAIN, "domain")):
+            with clock.phase("pack", detail):
+                sends = executor.sends(number, phase)
+                receives = executor.receives(number, phase)
+            with clock.phase(name, detail):
+                self.transport.start(sends, receives).wait()
+            self.sent[phase] += sum(message.data.numel() for message in sends)
+        with clock.phase("unpack", detail):
+            executor.finish(number)
+        if number % 16 == 15:
+            self.control.check()
+
+    def _verify(self, destination: Destination, version: int) -> None:
+        """Compare this rank's elements with the source, found by the layouts alone."""
+        ranks = list(range(self.plan.source.num_ranks))
+        truth = open_source(
+            self.options.origin, self.plan, ranks, version, allow_extra=self.options.allow_extra
+        )
+        wires = {pair.name: pair.wire_dtype for pair in self.plan.pairs}
+        try:
+            self.compared += verify_rank(
+                self.control.rank, destination.storages, destination.buffers, truth, wires
+            )
+        except VerifyError as error:
+            raise VerifyError(f"{error} ({self.control.name_of(self.control.rank)}); nothing was committed") from error
+
+    def _commit(self, destination: Destination | None, version: int) -> None:
+        """Publish the version when every destination rank has all of it."""
+        if destination is not None and destination.mapped is not None:
+            destination.mapped.flush()
+        self.control.barrier(f"complete/{version}", "committing")
+        if self.folder is not None and self.destination_rank == 0:
+            self.folder.publish()
+        self.control.barrier(f"published/{version}", "committing")
+
+    def _gathered(self, version: int, seconds: float, clock: _Clock) -> Iteration | None:
+        own = {
+            "seconds": seconds,
+            "phases": dict(clock.seconds),
+            "network": self.sent[NETWORK],
+            "domain": self.sent[DOMAIN],
+        }
+        everybody = self.control.gather(f"iteration/{version}", own, "reporting")
+        if everybody is None:
+            return None
+        phases: dict[str, float] = {}
+        for one in everybody:
+            for name, value in one["phases"].items():
+                phases[name] = max(phases.get(name, 0.0), value)
+        return Iteration(
+            version,
+            max(one["seconds"] for one in everybody),
+            phases,
+            sum(one["network"] for one in everybody),
+            sum(one["domain"] for one in everybody),
+        )
+
+    def _report(self, iterations: list[Iteration]) -> RefitReport | None:
+        everybody = self.control.gather("totals", [self.peak, self.compared], "reporting")
+        if everybody is None:
+            return None
+        plan = self.plan
+        casts = sorted(
+            {
+                f"{pair.source_dtype} -> {pair.destination_dtype}"
+                for pair in plan.pairs
+                if pair.source_dtype != pair.destination_dtype
+            }
+        )
+        return RefitReport(
+            world={
+                "ranks": self.control.num_ranks,
+                "source": {"name": plan.source.name, "ranks": plan.source.num_ranks},
+                "destination": {"name": plan.destination.name, "ranks": plan.destination.num_ranks},
+                "colocated": self.options.colocated,
+                "hosts": self.setup["hosts"],
+            },
+            backend=self.setup["backend"],
+            mode=plan.mode,
+            digest=plan.digest,
+            iterations=iterations,
+            verified=True if self.options.verify else None,
+            verified_elements=sum(one[1] for one in everybody),
+            peak_staging_bytes=max(one[0] for one in everybody),
+            environment=describe_environment(self.setup["backend"]),
+            casts=casts,
+            extra=plan.extra,
+        )
+
+    def close(self) -> None:
+        """Close the connections; everybody has passed the last barrier."""
+        if self.transport is not None:
+            self.transport.close()
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:12] + "…"
+
+

@@ -1,0 +1,115 @@
+"""The report of a plan: schema reshard-cli/plan/1."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from reshard_cli.plan.build import Plan, build_plan
+from reshard_cli.plan.cost import DGX_H100, Prediction, Traffic, limit_seconds, predict, traffic_of
+from reshard_cli.plan.routes import MODES, Mode
+from reshard_cli.plan.schedule import count_messages
+from reshard_cli.plan.topology import Topology
+from reshard_cli.refit.prepare import Jobs
+
+__all__ = ["PLAN_SCHEMA", "plan_report"]
+
+PLAN_SCHEMA = "reshard-cli/plan/1"
+
+
+def plan_report(
+    jobs: Jobs, topology: Topology, mode: Mode, *, staging: int, allow_extra: bool = False
+) -> dict[str, Any]:
+    """Plan every mode and return the report of one, with the others beside it.
+
+    Raises WeightsError or DocumentError as `build_plan` does.
+    """
+    began = time.perf_counter()
+    plans: dict[Mode, Plan] = {
+        one: build_plan(
+            jobs.source, jobs.destination, topology, one, staging=staging, allow_extra=allow_extra
+        )
+        for one in MODES
+    }
+    traffic = {one: traffic_of(plan) for one, plan in plans.items()}
+    predicted = {one: predict(traffic[one], DGX_H100) for one in MODES}
+    plan, chosen = plans[mode], traffic[mode]
+    return {
+        "schema": PLAN_SCHEMA,
+        "model": {
+            "name": jobs.destination.model.name,
+            "tensors": sum(pair.num_names for pair in plan.pairs),
+            "parameters": jobs.destination.model.num_parameters,
+            "bytes": jobs.destination.model.num_bytes,
+        },
+        "source": _side(jobs.source.name, topology, plan, source=True),
+        "destination": _side(jobs.destination.name, topology, plan, source=False),
+        "mode": mode,
+        "routes": _routes(plan),
+        "traffic": {
+            "network_bytes": chosen.network_bytes,
+            "domain_bytes": chosen.domain_bytes,
+            "local_bytes": chosen.local_bytes,
+            "network_lower_bound": plans["reshard"].entries.needed_bytes,
+            "conventional_network_bytes": traffic["broadcast"].network_bytes,
+        },
+        "per_rank": {
+            "send_network": chosen.send_network.tolist(),
+            "receive_network": chosen.receive_network.tolist(),
+            "send_domain": chosen.send_domain.tolist(),
+            "receive_domain": chosen.receive_domain.tolist(),
+        },
+        "balance": _balance(plan, chosen),
+        "messages": count_messages(plan),
+        "rounds": plan.num_rounds,
+        "memory": {"staging_bytes": staging},
+        "limit_seconds": limit_seconds(plans["reshard"], DGX_H100),
+        "predicted": _predicted(predicted[mode]),
+        "compare": [
+            {
+                "mode": one,
+                "network_bytes": traffic[one].network_bytes,
+                "predicted_seconds": predicted[one].seconds,
+            }
+            for one in MODES
+        ],
+        "extra": plan.extra,
+        "plan_seconds": time.perf_counter() - began,
+        "digest": plan.digest,
+    }
+
+
+def _side(name: str, topology: Topology, plan: Plan, *, source: bool) -> dict[str, Any]:
+    ranks = topology.source if source else topology.destination
+    return {"name": name, "ranks": len(ranks), "domains": len(set(topology.domain[ranks].tolist()))}
+
+
+def _routes(plan: Plan) -> dict[str, Any]:
+    found = {route: {"tensors": 0, "bytes": 0, "share": 0.0} for route in ("reshard", "broadcast")}
+    sizes = {tensor.name: tensor for tensor in plan.destination.model.tensors}
+    sizes |= {tensor.name: tensor for tensor in plan.source.model.tensors}
+    total = 0
+    for pair, route in zip(plan.pairs, plan.routes, strict=True):
+        size = sizes[pair.name].num_bytes
+        found[route]["tensors"] += pair.num_names
+        found[route]["bytes"] += size
+        total += size
+    for one in found.values():
+        one["share"] = one["bytes"] / total if total else 0.0
+    return found
+
+
+def _balance(plan: Plan, traffic: Traffic) -> dict[str, float]:
+    sent, taken = float(traffic.send_network.max(initial=0)), float(traffic.receive_network.max(initial=0))
+    return {
+        "send_max_over_best": sent / plan.streams.best_send if plan.streams.best_send else 1.0,
+        "receive_max_over_best": taken / plan.streams.best_receive if plan.streams.best_receive else 1.0,
+    }
+
+
+def _predicted(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "seconds": prediction.seconds,
+        "bottleneck": prediction.bottleneck,
+        "hardware": DGX_H100.name,
+    }
