@@ -51,9 +51,12 @@ class DocumentKind(str, Enum):
 
 
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="layout document of the source job")]
-Destination = Annotated[Path, typer.Argument(metavar="DESTINATION", help="layout document of the destination job")]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DESTINATION", help="layout document of the destination job")
+]
 ModelFlag = Annotated[
-    Path | None, typer.Option("--model", help="model document or checkpoint folder, over what the documents say")
+    Path | None,
+    typer.Option("--model", help="model document or checkpoint folder, over what the documents say"),
 ]
 ModeFlag = Annotated[
     ModeName,
@@ -63,7 +66,9 @@ ModeFlag = Annotated[
         "reshard: every tensor as fragments. hybrid: each by its rule's route, else whichever is cheaper",
     ),
 ]
-StagingFlag = Annotated[float, typer.Option("--staging", metavar="MIB", help="extra memory per rank, at most")]
+StagingFlag = Annotated[
+    float, typer.Option("--staging", metavar="MIB", help="extra memory per rank, at most")
+]
 DomainFlag = Annotated[
     str | None,
     typer.Option("--domain", metavar="N/auto", help="ranks per NVLink domain; auto: what the machine says"),
@@ -142,7 +147,9 @@ def refit(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="checkpoint folder, or a model document")],
-    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="write a model document")] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="write a model document")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="the model's name in that document")] = None,
     json: JsonFlag = None,
     debug: DebugFlag = False,
@@ -186,7 +193,9 @@ def _bytes_of(mebibytes: float) -> int:
 
 def main() -> None:
     """Run the command line; the entry point of `reshard-cli` and of `python -m reshard_cli`."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own account of a lost peer is not for people
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # torch's own account of a lost peer is not for people
     try:
         app()
     except ReshardError as error:

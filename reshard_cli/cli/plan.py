@@ -29,7 +29,9 @@ def run_plan(
     """Plan and print. Raises DocumentError or WeightsError."""
     check_json_file(json_file)
     if domain == "auto":
-        raise DocumentError("--domain auto: only running ranks can say which machine they are on; give a number")
+        raise DocumentError(
+            "--domain auto: only running ranks can say which machine they are on; give a number"
+        )
     jobs = read_jobs(source, destination, model)
     topology = jobs.topology(parse_domain(domain), colocated)
     report = plan_report(jobs, topology, mode, staging=staging, allow_extra=allow_extra)

@@ -82,9 +82,7 @@ class _Builder:
         for index, piece in enumerate(self.document.pieces):
             name = normalise(piece.tensor)
             if name not in self.by_name and self._of_expert(name) is None:
-                self.add(
-                    ("pieces", index, "tensor"), "unknown", f"the model has no tensor {piece.tensor!r}"
-                )
+                self.add(("pieces", index, "tensor"), "unknown", f"the model has no tensor {piece.tensor!r}")
                 continue
             found[name].append((index, piece))
         return found
@@ -203,9 +201,7 @@ class _Builder:
         path = (*rule, "place", axis)
         dims = len(tensor.shape) - tensor.has_experts
         if isinstance(placement, Shard) and not -dims <= placement.dim < dims:
-            self.add(
-                path, "dim", f"shard({placement.dim}) of tensor {tensor.name!r}, which has {dims} dims"
-            )
+            self.add(path, "dim", f"shard({placement.dim}) of tensor {tensor.name!r}, which has {dims} dims")
             return False
         if isinstance(placement, Expert) and not tensor.has_experts:
             grouped = any(part in ("experts", "expert") for part in tensor.name.split("."))
@@ -309,7 +305,9 @@ def _digest(layout: JobLayout) -> str:
     document = layout.loaded.document.model_dump(exclude={"name", "model"})
     hasher.update(json.dumps(document, sort_keys=True).encode())
     for tensor in layout.tensors:
-        hasher.update(repr((tensor.name, tensor.logical, tensor.shape, tensor.dtype, tensor.geometry)).encode())
+        hasher.update(
+            repr((tensor.name, tensor.logical, tensor.shape, tensor.dtype, tensor.geometry)).encode()
+        )
     for holdings in layout.geometries:
         for array in _arrays(holdings):
             hasher.update(np.ascontiguousarray(array).tobytes())
@@ -318,5 +316,3 @@ def _digest(layout: JobLayout) -> str:
 
 def _arrays(holdings: Holdings) -> Iterable[Ints]:
     yield from (holdings.rank, holdings.lo, holdings.hi, holdings.local_lo, holdings.local_shape)
-
-

@@ -72,12 +72,12 @@ def rank_storages(layout: JobLayout, rank: int) -> list[RankStorage]:
         members = [layout.tensors[position] for position in group.operands]
         if not layout.geometries[members[0].geometry].present[rank]:
             continue
-        shapes = [
-            tuple(layout.geometries[member.geometry].local_shape[rank].tolist()) for member in members
-        ]
+        shapes = [tuple(layout.geometries[member.geometry].local_shape[rank].tolist()) for member in members]
         for storage in _storages(layout, group, members, [pieces[m.geometry] for m in members], shapes):
             if storage.name in found:
-                raise DocumentError(f"{layout.name}: rank {rank} would hold two tensors named {storage.name!r}")
+                raise DocumentError(
+                    f"{layout.name}: rank {rank} would hold two tensors named {storage.name!r}"
+                )
             found[storage.name] = storage
     return list(found.values())
 
@@ -166,9 +166,7 @@ def _in_blocks(
     return found
 
 
-def _window(
-    member: HeldTensor, box: Box, at: tuple[int, ...], shape: tuple[int, ...], swap: bool
-) -> Window:
+def _window(member: HeldTensor, box: Box, at: tuple[int, ...], shape: tuple[int, ...], swap: bool) -> Window:
     strides = list(_row_major(_swapped(shape, swap)))
     if swap:
         strides[-1], strides[-2] = strides[-2], strides[-1]

@@ -76,7 +76,9 @@ def group_storages(
         index, operand, pattern = found
         rule = loaded.document.storage[index]
         if rule.rename is not None:
-            groups.append(StorageGroup(_renamed(rule, pattern, tensor), tensor.layer, (position,), index, rule))
+            groups.append(
+                StorageGroup(_renamed(rule, pattern, tensor), tensor.layer, (position,), index, rule)
+            )
             continue
         key = (index, tensor.layer)
         other = members.setdefault(key, {}).setdefault(operand, position)
@@ -198,7 +200,9 @@ def _check_on_ranks(
         if np.any(differs):
             rank = int(np.nonzero(np.any(differs, axis=1))[0][0])
             a, b = first.local_shape[rank].tolist(), holdings.local_shape[rank].tolist()
-            message = f"on rank {rank} {first_tensor.name!r} {a} and {name!r} {b} do not fit along dim {rule.dim}"
+            message = (
+                f"on rank {rank} {first_tensor.name!r} {a} and {name!r} {b} do not fit along dim {rule.dim}"
+            )
             add((*where, "concat"), "local", message)
             return
     if rule.block is not None:

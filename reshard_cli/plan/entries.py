@@ -132,7 +132,9 @@ def intersect(
         wanted = [_by_domain(ranks, domain_of) for ranks in want.ranks]
         numbered_holders = [holder_sets.number(ranks) for ranks in have.ranks] if not shared else []
         numbered: dict[int, list[int]] = {}
-        for box, (i, j, elements) in enumerate(zip(mine.tolist(), theirs.tolist(), size.tolist(), strict=True)):
+        for box, (i, j, elements) in enumerate(
+            zip(mine.tolist(), theirs.tolist(), size.tolist(), strict=True)
+        ):
             if shared:
                 found = list(_shared(have.ranks[i], wanted[j], domain_of, holder_sets, wanter_sets))
                 needed += sum(elements * item * len(members) for kind, _, _ in found if kind == NETWORK)

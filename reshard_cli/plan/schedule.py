@@ -77,7 +77,11 @@ def _run_boxes(
     while position < stop:
         # the largest trailing block that starts here and fits
         depth, size = len(shape), 1
-        while depth > 0 and position % (size * shape[depth - 1]) == 0 and position + size * shape[depth - 1] <= stop:
+        while (
+            depth > 0
+            and position % (size * shape[depth - 1]) == 0
+            and position + size * shape[depth - 1] <= stop
+        ):
             size *= shape[depth - 1]
             depth -= 1
         if depth == 0:
@@ -282,7 +286,13 @@ def count_messages(plan: Plan) -> int:
     chosen = moving[stream]
     copies = np.where(streams.kind[chosen] == NETWORK, entries.wanter_sets.sizes[streams.wanters[chosen]], 1)
     key = np.stack(
-        [number, streams.kind[chosen], streams.sender[chosen], streams.carrier[chosen], streams.wanters[chosen]]
+        [
+            number,
+            streams.kind[chosen],
+            streams.sender[chosen],
+            streams.carrier[chosen],
+            streams.wanters[chosen],
+        ]
     )
     _, at, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
     packed = np.bincount(inverse.reshape(-1), short).astype(np.int64)

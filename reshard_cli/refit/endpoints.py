@@ -22,9 +22,7 @@ from reshard_cli.weights.windows import Source, StorageWindows
 __all__ = ["Destination", "check_target", "open_source"]
 
 
-def open_source(
-    origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool
-) -> Source:
+def open_source(origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool) -> Source:
     """Return the source named by `--from`. `ranks`: whose rank files are read, where it is a rank folder.
 
     Raises WeightsError where it does not hold what the documents say, DocumentError for an unknown form.
@@ -32,7 +30,9 @@ def open_source(
     if origin == "synthetic":
         return SyntheticSource({pair.name: (pair.shape, pair.source_dtype) for pair in plan.pairs}, version)
     if origin.startswith("live:"):
-        raise DocumentError(f"--from: {origin!r}: live sources are not in this version; give a folder or 'synthetic'")
+        raise DocumentError(
+            f"--from: {origin!r}: live sources are not in this version; give a folder or 'synthetic'"
+        )
     folder = Path(origin)
     if not folder.is_dir():
         raise WeightsError(f"--from: {folder}: no such folder (or write 'synthetic')")
@@ -47,7 +47,9 @@ def check_target(target: str, token: str) -> PendingFolder | None:
     if target == "memory":
         return None
     if target.startswith("live:"):
-        raise DocumentError(f"--to: {target!r}: live targets are not in this version; give a folder or 'memory'")
+        raise DocumentError(
+            f"--to: {target!r}: live targets are not in this version; give a folder or 'memory'"
+        )
     folder = PendingFolder(Path(target).absolute(), token)
     folder.check()
     return folder

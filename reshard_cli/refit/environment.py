@@ -40,7 +40,11 @@ def machine_place(local_rank: int) -> str:
     """Return a name that ranks joined by NVLink share: their fabric's, else their host's."""
     if torch.cuda.is_available() and shutil.which("nvidia-smi"):
         text = subprocess.run(
-            ["nvidia-smi", "-q", "-i", str(local_rank)], capture_output=True, text=True, check=False, timeout=30
+            ["nvidia-smi", "-q", "-i", str(local_rank)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
         ).stdout
         fabric = fabric_of(text)
         if fabric is not None:

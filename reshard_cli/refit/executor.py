@@ -107,7 +107,9 @@ class RankExecutor:
         return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes)
 
     def _bytes(self, slot: _Slot) -> Tensor:
-        return slot.place if slot.place is not None else self._arena[slot.offset : slot.offset + slot.num_bytes]
+        return (
+            slot.place if slot.place is not None else self._arena[slot.offset : slot.offset + slot.num_bytes]
+        )
 
     def receives(self, number: int, phase: int) -> list[Message]:
         """Return where the messages of a phase are to be received, in order."""

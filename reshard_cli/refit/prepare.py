@@ -123,6 +123,8 @@ def _model_path(loaded: LoadedLayout, override: Path | None) -> Path | None:
         return None
     path = loaded.path.parent / text
     if not path.exists():
-        problem = loaded.located.problem(("model",), f"{path} does not exist (it is looked up from this file)")
+        problem = loaded.located.problem(
+            ("model",), f"{path} does not exist (it is looked up from this file)"
+        )
         raise DocumentError(problems=[problem])
     return path.resolve()

@@ -189,7 +189,11 @@ def _join(
 ) -> tuple[dict[str, Any], Plan, Topology]:
     """Meet all ranks; settle the backend and the domains, which depend on the machines; make the plan."""
     control.phase("joining")
-    here = {"host": socket.gethostname(), "gpu": torch.cuda.is_available(), "place": machine_place(world.local_rank)}
+    here = {
+        "host": socket.gethostname(),
+        "gpu": torch.cuda.is_available(),
+        "place": machine_place(world.local_rank),
+    }
     everybody = control.gather("join", here, "joining")
     setup: dict[str, Any] = {}
     if everybody is not None:
@@ -313,7 +317,11 @@ class _Session:
         source = None
         if self.source_rank is not None:
             source = open_source(
-                self.options.origin, self.plan, [self.source_rank], version, allow_extra=self.options.allow_extra
+                self.options.origin,
+                self.plan,
+                [self.source_rank],
+                version,
+                allow_extra=self.options.allow_extra,
             )
         windows = None if destination is None else destination.windows
         return RankExecutor(self.plan, schedule, source, windows, self.device)
@@ -393,7 +401,9 @@ class _Session:
                 self.control.rank, destination.storages, destination.buffers, truth, wires
             )
         except VerifyError as error:
-            raise VerifyError(f"{error} ({self.control.name_of(self.control.rank)}); nothing was committed") from error
+            raise VerifyError(
+                f"{error} ({self.control.name_of(self.control.rank)}); nothing was committed"
+            ) from error
 
     def _commit(self, destination: Destination | None, version: int) -> None:
         """Publish the version when every destination rank has all of it."""
@@ -467,5 +477,3 @@ class _Session:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else text[:12] + "…"
-
-

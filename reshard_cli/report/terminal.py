@@ -89,7 +89,9 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
             bytes_text(one["domain_bytes"]), phases,
         )  # fmt: skip
     console.print(table)
-    verified = f"{report['verified_elements']:,} elements, all equal" if report["verified"] else "not asked for"
+    verified = (
+        f"{report['verified_elements']:,} elements, all equal" if report["verified"] else "not asked for"
+    )
     rows = [
         ("jobs", f"{world['source']['name']} ({world['source']['ranks']}) -> "
                  f"{world['destination']['name']} ({world['destination']['ranks']}), {report['backend']}"),

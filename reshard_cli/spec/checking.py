@@ -58,7 +58,9 @@ def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) ->
     index = loc.index(part)
     if not isinstance(part, str) or loc[: index + 1] in located.lines:
         return False
-    return "[" in part or part in ("str", "int", "TensorEntry", "LayerRange", "list") or part == "function-after"
+    return (
+        "[" in part or part in ("str", "int", "TensorEntry", "LayerRange", "list") or part == "function-after"
+    )
 
 
 def _message(item: dict[str, Any], path: tuple[int | str, ...], kind: type[BaseModel]) -> str:

@@ -71,7 +71,9 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: its header is not JSON ({error}); is this a safetensors file?") from error
+        raise WeightsError(
+            f"{path}: its header is not JSON ({error}); is this a safetensors file?"
+        ) from error
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: its header is not a JSON object")
     return header

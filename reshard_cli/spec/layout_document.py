@@ -47,7 +47,9 @@ class TensorRule(StrictDocument):
 
     match: str = Field(description="name pattern: *, {a,b}, {layer}, {expert}")
     mesh: str | None = Field(None, description="a key of `meshes`; default: the first")
-    place: dict[str, str] = Field({}, description="axis: shard(d), shard(d, parts=n), stage, expert, replicate")
+    place: dict[str, str] = Field(
+        {}, description="axis: shard(d), shard(d, parts=n), stage, expert, replicate"
+    )
     pad: dict[str, int] = Field({}, description="dim: padded up to a multiple of this before it is cut")
     padding: Literal["zero", "keep"] = Field("zero", description="what a refit does to padding rows")
     dtype: str | None = Field(None, description="storage dtype of these tensors")
@@ -176,7 +178,9 @@ class _Checker:
             if axes is None:
                 continue
             if axis not in axes:
-                self.add((*where, "place", axis), f"mesh {mesh!r} has no axis {axis!r}; axes: {', '.join(axes)}")
+                self.add(
+                    (*where, "place", axis), f"mesh {mesh!r} has no axis {axis!r}; axes: {', '.join(axes)}"
+                )
             elif placement is not None:
                 self.placement((*where, "place", axis), axes[axis], placement)
                 placed[axis] = placement  # type: ignore[assignment]
@@ -213,7 +217,9 @@ class _Checker:
         for position, pattern in enumerate(rule.concat):
             for choice in expand_braces(pattern):
                 if "*" in choice:
-                    self.add((*where, "concat", position), "an operand is named in full; `*` is not taken here")
+                    self.add(
+                        (*where, "concat", position), "an operand is named in full; `*` is not taken here"
+                    )
                     break
                 if self.tried((*where, "concat", position), lambda choice=choice: Pattern(choice)) is None:
                     break
@@ -229,7 +235,9 @@ class _Checker:
         if rule.interleave is not None and rule.block is not None:
             self.add((*where, "block"), "`interleave` and `block` cannot both lay out one storage")
         if rule.stack == "expert" and "{expert}" in rule.tensor:
-            self.add((*where, "tensor"), "a stack holds all the rank's experts; leave {expert} out of its name")
+            self.add(
+                (*where, "tensor"), "a stack holds all the rank's experts; leave {expert} out of its name"
+            )
         if rule.stack == "expert" and rule.dim == 0 and len(rule.concat) > 0 and self._operands(rule) > 1:
             self.add((*where, "dim"), "dim 0 of a stack is the expert; concatenate along 1 or more")
 
@@ -253,7 +261,9 @@ class _Checker:
             if normalise(name) == normalise(target):
                 self.add(("alias", name), "a tensor cannot be its own alias")
             elif target in self.document.alias:
-                self.add(("alias", name), f"{target!r} is an alias itself; name the tensor that it stands for")
+                self.add(
+                    ("alias", name), f"{target!r} is an alias itself; name the tensor that it stands for"
+                )
 
     def rename(self) -> None:
         for pattern, target in self.document.rename.items():
@@ -281,8 +291,4 @@ def read_layout_document(path: Path) -> LoadedLayout:
     if checker.problems:
         raise DocumentError(problems=checker.problems)
     matches = tuple(pattern for pattern, _ in rules if pattern is not None)
-    return LoadedLayout(
-        document, located, path, checker.meshes, tuple(place for _, place in rules), matches
-    )
-
-
+    return LoadedLayout(document, located, path, checker.meshes, tuple(place for _, place in rules), matches)

@@ -84,7 +84,9 @@ def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
     for stored_name, tensor in stored.items():
         plain = normalise(stored_name)
         if plain in seen:
-            raise WeightsError(f"{tensor.file}: {stored_name!r} and {seen[plain]!r} are one tensor, {plain!r}")
+            raise WeightsError(
+                f"{tensor.file}: {stored_name!r} and {seen[plain]!r} are one tensor, {plain!r}"
+            )
         seen[plain] = stored_name
         template, layer, expert = template_of(plain)
         if expert is None:

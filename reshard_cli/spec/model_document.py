@@ -99,9 +99,7 @@ class _Reader:
         for name, expression in self.document.sizes.items():
             self.sizes[name] = self.number(("sizes", name), expression, 0)
         if self.document.dtype not in ITEM_SIZE:
-            self.add(
-                ("dtype",), f"unknown dtype {self.document.dtype!r}; {dtype_hint(self.document.dtype)}"
-            )
+            self.add(("dtype",), f"unknown dtype {self.document.dtype!r}; {dtype_hint(self.document.dtype)}")
         for pattern, entry in self.document.tensors.items():
             self.entry(pattern, entry)
             if len(self.tensors) > _MAX_TENSORS:
@@ -164,7 +162,13 @@ class _Reader:
         return [layer for layer in chosen if 0 <= layer < count]
 
     def tensor(
-        self, where: KeyPath, template: str, layer: int | None, shape: tuple[int, ...], dtype: str, experts: int
+        self,
+        where: KeyPath,
+        template: str,
+        layer: int | None,
+        shape: tuple[int, ...],
+        dtype: str,
+        experts: int,
     ) -> None:
         name = normalise(fill(template, layer=layer))
         if layer is None:

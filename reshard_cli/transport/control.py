@@ -52,7 +52,9 @@ def connect_store(host: str, port: int, timeout: float, *, serve: bool = False) 
             host, port, is_master=serve, timeout=timedelta(seconds=timeout), wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:
-        raise TransferError(f"no store at {host}:{port} within {timeout:g} s (is rank 0's host up?)") from error
+        raise TransferError(
+            f"no store at {host}:{port} within {timeout:g} s (is rank 0's host up?)"
+        ) from error
 
 
 class Control:

@@ -104,7 +104,9 @@ class GlooTransport:
                 try:
                     works.append((message.peer, doing, post([message.data], message.peer, tag)))
                 except RuntimeError as error:
-                    raise TransferError(f"{doing} rank {message.peer}: {_reason(error)}", message.peer) from error
+                    raise TransferError(
+                        f"{doing} rank {message.peer}: {_reason(error)}", message.peer
+                    ) from error
                 keep.append(message.data)
         return _GlooPending(works, keep)
 

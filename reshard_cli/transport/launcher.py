@@ -55,7 +55,9 @@ def world_of_environment(environment: Mapping[str, str]) -> World | None:
         rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local = int(environment.get("LOCAL_RANK", "0"))
     except ValueError as error:
-        raise DocumentError(f"environment: RANK, WORLD_SIZE and MASTER_PORT are whole numbers: {error}") from error
+        raise DocumentError(
+            f"environment: RANK, WORLD_SIZE and MASTER_PORT are whole numbers: {error}"
+        ) from error
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return World(rank, size, local, environment["MASTER_ADDR"], port, rank == 0 and not agent)
 

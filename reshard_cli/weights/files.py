@@ -54,7 +54,9 @@ class MappedFile:
             self._map.flush()
 
 
-def create_tensor_file(path: Path, storages: Sequence[RankStorage], metadata: dict[str, str]) -> dict[str, int]:
+def create_tensor_file(
+    path: Path, storages: Sequence[RankStorage], metadata: dict[str, str]
+) -> dict[str, int]:
     """Create a safetensors file with room for these tensors; return each one's first byte.
 
     The disk space is reserved at once, so that a full disk is an error here and not a crash while a
@@ -83,5 +85,7 @@ def create_tensor_file(path: Path, storages: Sequence[RankStorage], metadata: di
             if position:
                 os.posix_fallocate(file.fileno(), first, position)
     except OSError as error:
-        raise TransferError(f"{path}: {first + position} bytes cannot be written: {error.strerror}") from error
+        raise TransferError(
+            f"{path}: {first + position} bytes cannot be written: {error.strerror}"
+        ) from error
     return {name: first + start for name, start in starts.items()}

@@ -36,7 +36,9 @@ def rank_folder_source(folder: Path, layout: JobLayout, ranks: Sequence[int]) ->
     """
     files = sorted(folder.glob("rank-*.safetensors"))
     if len(files) != layout.num_ranks:
-        raise WeightsError(f"{folder}: holds {len(files)} rank files, job {layout.name!r} has {layout.num_ranks}")
+        raise WeightsError(
+            f"{folder}: holds {len(files)} rank files, job {layout.name!r} has {layout.num_ranks}"
+        )
     windows = StorageWindows()
     for rank in ranks:
         path = folder / rank_file_name(rank)

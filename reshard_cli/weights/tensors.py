@@ -45,5 +45,3 @@ def copy_exact(target: Tensor, source: Tensor) -> None:
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
     """Return elementwise whether two tensors of one dtype are equal bit for bit (NaN equals NaN)."""
     return _raw(one) == _raw(other)
-
-
