@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -173,8 +174,6 @@ def start_cli(*arguments: str | Path, environment: Mapping[str, str] | None = No
 
 def end_group(process: subprocess.Popen[str]) -> None:
     """End a process started by `start_cli` with everything that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait(timeout=10)

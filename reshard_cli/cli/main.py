@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-class ModeName(str, Enum):
+class ModeName(StrEnum):
     """The modes of the command line."""
 
     broadcast = "broadcast"
@@ -35,7 +35,7 @@ class ModeName(str, Enum):
     hybrid = "hybrid"
 
 
-class BackendName(str, Enum):
+class BackendName(StrEnum):
     """The transports of the command line."""
 
     auto = "auto"
@@ -43,7 +43,7 @@ class BackendName(str, Enum):
     gloo = "gloo"
 
 
-class DocumentKind(str, Enum):
+class DocumentKind(StrEnum):
     """The kinds of documents that have a schema."""
 
     layout = "layout"

@@ -14,7 +14,8 @@ Ints = NDArray[np.int64]
 
 def volumes(lo: Ints, hi: Ints) -> Ints:
     """Return the number of elements of each box, 0 where it is empty; a box of no dims holds one."""
-    return np.prod(np.maximum(hi - lo, 0), axis=1, dtype=np.int64)
+    product: Ints = np.prod(np.maximum(hi - lo, 0), axis=1, dtype=np.int64)
+    return product
 
 
 def unique_boxes(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.layout.boxes import Ints, disjoint
+from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
     Holdings,
     Interleaved,
@@ -23,7 +24,6 @@ from reshard_cli.layout.holdings import (
     interleaved_holdings,
     placed_holdings,
 )
-from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.pipeline import Stages
 from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_storages
 from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule

@@ -74,7 +74,8 @@ def _fill(loads: Floats, amount: float) -> Floats:
     level = (amount + order[:lowest].sum()) / lowest
     got = np.maximum(level - loads, 0.0)
     total = got.sum()
-    return got * (amount / total) if total > 0 else got
+    filled: Floats = got * (amount / total) if total > 0 else got
+    return filled
 
 
 def best_maximum(sets: RankSets, amounts: Ints, shares: Floats, num_ranks: int) -> float:

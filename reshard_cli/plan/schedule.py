@@ -181,7 +181,8 @@ def _edges(plan: Plan, chosen: Ints) -> Ints:
     raw = start[:, None] + whole[:, None] * step + rest[:, None] * step // plan.num_rounds
     edges = round_positions(plan.entries, plan.round_quantum, raw.reshape(-1)).reshape(raw.shape)
     edges[:, 0], edges[:, -1] = start, stop
-    return np.clip(edges, start[:, None], stop[:, None])
+    clipped: Ints = np.clip(edges, start[:, None], stop[:, None])
+    return clipped
 
 
 def _segments(plan: Plan, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:

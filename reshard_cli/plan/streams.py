@@ -76,7 +76,8 @@ def round_positions(entries: Entries, quantum: Ints, positions: Ints) -> Ints:
     box = entries.box_bytes[index]
     step = quantum[index]
     rounded = (inside % box + step // 2) // step * step
-    return entries.start[index] + inside // box * box + np.minimum(rounded, box)
+    moved: Ints = entries.start[index] + inside // box * box + np.minimum(rounded, box)
+    return moved
 
 
 def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -> Streams:
@@ -114,7 +115,8 @@ def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -
         )
     table = np.concatenate(columns, axis=1) if columns else np.zeros((6, 0), np.int64)
     table = table[:, np.lexsort((table[4], table[3], table[2], table[1], table[0]))].astype(np.int64)
-    return Streams(*table, best_send=best[0], best_receive=best[1])
+    kinds, senders, carriers, wanted, starts, stops = table
+    return Streams(kinds, senders, carriers, wanted, starts, stops, best[0], best[1])
 
 
 def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:

@@ -31,7 +31,7 @@ def describe_environment(backend: str) -> dict[str, Any]:
         "settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_SHOWN)},
     }
     if backend == "nccl":
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         found["gpu"] = torch.cuda.get_device_name()
     return found
 

@@ -86,9 +86,9 @@ def read_jobs(
     """
     problems = []
     loaded: list[LoadedLayout] = []
-    for path in (source, destination):
+    for document in (source, destination):
         try:
-            loaded.append(read_layout_document(path))
+            loaded.append(read_layout_document(document))
         except DocumentError as error:
             if not error.problems:
                 raise
@@ -96,8 +96,8 @@ def read_jobs(
     if problems:
         raise DocumentError(problems=problems)
     models: dict[Path, Model] = {}
-    paths = [_model_path(one, model) for one in loaded]
-    chosen = [paths[0] or paths[1] or fallback, paths[1] or paths[0] or fallback]
+    own = [_model_path(one, model) for one in loaded]
+    chosen = [own[0] or own[1] or fallback, own[1] or own[0] or fallback]
     layouts = []
     for one, path in zip(loaded, chosen, strict=True):
         if path is None:

@@ -31,9 +31,10 @@ from reshard_cli.refit.environment import describe_environment, machine_place
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
 from reshard_cli.refit.verify import verify_rank
-from reshard_cli.transport.control import Control, connect_store
+from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
 from reshard_cli.transport.launcher import World
+from reshard_cli.transport.store import connect_store
 from reshard_cli.weights.rank_folder import PendingFolder
 
 __all__ = ["Iteration", "RefitReport", "run_rank"]
@@ -110,14 +111,13 @@ def run_rank(
                 f"the documents need {needed} ranks ({jobs.source.name}: {jobs.source.num_ranks}, "
                 f"{jobs.destination.name}: {jobs.destination.num_ranks}), the world has {world.num_ranks}"
             )
-        connect = lambda serve=False: connect_store(  # noqa: E731
-            world.host, world.port, options.timeout, serve=serve
-        )
-        store = connect(world.serves_store)
+        store = connect_store(world.host, world.port, options.timeout, serve=world.serves_store)
         control = Control(
             store, rank, needed, options.timeout, lambda one: jobs.name_of(one, options.colocated)
         )
-        stop_watching = control.watch(connect, world.launcher)
+        stop_watching = control.watch(
+            lambda: connect_store(world.host, world.port, options.timeout), world.launcher
+        )
         setup, plan, topology = _join(world, options, jobs, control)
         folder = check_target(options.target, setup["token"])
         session = _Session(options, jobs, plan, topology, control, setup, folder)

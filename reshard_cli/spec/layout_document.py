@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -24,14 +24,15 @@ from reshard_cli.spec.placement import Placement, Shard, Stage, parse_placement
 __all__ = [
     "LayoutDocument",
     "LoadedLayout",
-    "Pipeline",
     "PieceRule",
+    "Pipeline",
     "StorageRule",
     "TensorRule",
     "read_layout_document",
 ]
 
 Count = Field(ge=1)
+Parsed = TypeVar("Parsed")
 
 
 class Pipeline(StrictDocument):
@@ -90,9 +91,9 @@ class LayoutDocument(StrictDocument):
     dtype: str | None = Field(None, description="storage dtype where no rule says otherwise")
     meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
     pipeline: Pipeline | None = None
-    tensors: list[TensorRule] = []
-    storage: list[StorageRule] = []
-    pieces: list[PieceRule] = []
+    tensors: list[TensorRule] = Field([])
+    storage: list[StorageRule] = Field([])
+    pieces: list[PieceRule] = Field([])
     alias: dict[str, str] = Field({}, description="tied tensor: the tensor that it equals")
     rename: dict[str, str] = Field({}, description="model name pattern: name in this document's rules")
 
@@ -125,10 +126,10 @@ class _Checker:
     def add(self, path: KeyPath, message: str) -> None:
         self.problems.append(self.located.problem(path, message))
 
-    def tried(self, path: KeyPath, build: Callable[[], object]) -> object:
+    def tried(self, path: KeyPath, build: Callable[[str], Parsed], text: str) -> Parsed | None:
         """Return what `build` makes of a text, or None after noting its ValueError at `path`."""
         try:
-            return build()
+            return build(text)
         except ValueError as error:
             self.add(path, str(error))
             return None
@@ -161,12 +162,12 @@ class _Checker:
                 self.add(("pipeline", "layers", index), f"a stage holds 0 or more layers, not {count}")
         for key, patterns in (("first", pipeline.first), ("last", pipeline.last)):
             for index, pattern in enumerate(patterns):
-                self.tried(("pipeline", key, index), lambda pattern=pattern: Pattern(pattern))
+                self.tried(("pipeline", key, index), Pattern, pattern)
 
     def rule(self, index: int) -> tuple[Pattern | None, dict[str, Placement]]:
         rule = self.document.tensors[index]
         where: KeyPath = ("tensors", index)
-        pattern = self.tried((*where, "match"), lambda: Pattern(rule.match))
+        pattern = self.tried((*where, "match"), Pattern, rule.match)
         self.dtype((*where, "dtype"), rule.dtype)
         mesh = rule.mesh if rule.mesh is not None else next(iter(self.meshes))
         axes = self.meshes.get(mesh)
@@ -174,7 +175,7 @@ class _Checker:
             self.add((*where, "mesh"), f"no mesh {mesh!r}; meshes: {', '.join(self.meshes)}")
         placed: dict[str, Placement] = {}
         for axis, text in rule.place.items():
-            placement = self.tried((*where, "place", axis), lambda text=text: parse_placement(text))
+            placement = self.tried((*where, "place", axis), parse_placement, text)
             if axes is None:
                 continue
             if axis not in axes:
@@ -183,14 +184,14 @@ class _Checker:
                 )
             elif placement is not None:
                 self.placement((*where, "place", axis), axes[axis], placement)
-                placed[axis] = placement  # type: ignore[assignment]
+                placed[axis] = placement
         stages = [axis for axis, placement in placed.items() if isinstance(placement, Stage)]
         if len(stages) > 1:
             self.add((*where, "place", stages[1]), "two axes are `stage`; a layer has one stage")
         self.padding(where, rule)
-        return pattern if isinstance(pattern, Pattern) else None, placed
+        return pattern, placed
 
-    def placement(self, where: KeyPath, size: int, placement: object) -> None:
+    def placement(self, where: KeyPath, size: int, placement: Placement) -> None:
         if isinstance(placement, Shard) and placement.parts is not None and size % placement.parts:
             self.add(where, f"{placement.parts} parts do not divide the axis of {size} coordinates evenly")
         if isinstance(placement, Stage):
@@ -221,11 +222,11 @@ class _Checker:
                         (*where, "concat", position), "an operand is named in full; `*` is not taken here"
                     )
                     break
-                if self.tried((*where, "concat", position), lambda choice=choice: Pattern(choice)) is None:
+                if self.tried((*where, "concat", position), Pattern, choice) is None:
                     break
         if rule.rename is not None:
-            pattern = self.tried((*where, "rename"), lambda: Pattern(rule.rename or ""))
-            if pattern is not None and rule.rename.count("*") < rule.tensor.count("*"):
+            read = self.tried((*where, "rename"), Pattern, rule.rename)
+            if read is not None and rule.rename.count("*") < rule.tensor.count("*"):
                 self.add((*where, "tensor"), "has more `*` than `rename`")
             for key in ("stack", "interleave", "block"):
                 if getattr(rule, key) is not None:
@@ -267,7 +268,7 @@ class _Checker:
 
     def rename(self) -> None:
         for pattern, target in self.document.rename.items():
-            self.tried(("rename", pattern), lambda pattern=pattern: Pattern(pattern))
+            self.tried(("rename", pattern), Pattern, pattern)
             if target.count("*") > pattern.count("*"):
                 self.add(("rename", pattern), "the new name has more `*` than the pattern")
 

@@ -132,7 +132,7 @@ def _plain(
         problems.append(Problem(located.file, line, key_text(path), message))
         return None
     try:
-        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        return loader.construct_object(node, deep=True)
     except ValueError as error:
         problems.append(Problem(located.file, line, key_text(path), f"not a value: {error}"))
         return None

@@ -66,7 +66,7 @@ class ModelDocument(StrictDocument):
 
     name: str
     dtype: str
-    sizes: dict[str, Expression] = {}
+    sizes: dict[str, Expression] = Field({})
     ranges: Ranges = Ranges()
     tensors: dict[str, list[Expression] | TensorEntry] = Field(min_length=1)
 

@@ -14,14 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from reshard_cli.errors import ReshardError, TransferError, error_of_exit_code
+from reshard_cli.transport.store import Store
 
-__all__ = ["Control", "Failure", "connect_store"]
+__all__ = ["Control", "Failure"]
 
 _FAILURE = "failure"
 _POLL = 0.02
@@ -45,24 +43,12 @@ class Failure:
         return error_of_exit_code(self.exit_code, self.message)
 
 
-def connect_store(host: str, port: int, timeout: float, *, serve: bool = False) -> dist.TCPStore:
-    """Return a client of the job's store (or its server). Raises TransferError where nobody answers."""
-    try:
-        return dist.TCPStore(
-            host, port, is_master=serve, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
-    except (RuntimeError, ValueError) as error:
-        raise TransferError(
-            f"no store at {host}:{port} within {timeout:g} s (is rank 0's host up?)"
-        ) from error
-
-
 class Control:
     """One rank's view of the control plane. `roles` names each rank for messages, as `rank 3 (infer 1)`."""
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         num_ranks: int,
         timeout: float,
@@ -169,7 +155,7 @@ class Control:
 
     # ---- the watchdog -----------------------------------------------------------------------------
 
-    def watch(self, connect: Callable[[], dist.Store], parent: int | None) -> Callable[[], None]:
+    def watch(self, connect: Callable[[], Store], parent: int | None) -> Callable[[], None]:
         """Start the watchdog; return how to stop it.
 
         It ends this process with the failure's exit code if the main thread has not ended by itself some

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from reshard_cli.errors import TransferError
 from reshard_cli.plan.schedule import MAX_MESSAGE
 from reshard_cli.transport.message import Message
+from reshard_cli.transport.store import Store, prefixed
 
 __all__ = ["GlooTransport", "NcclTransport", "Pending", "Transport", "open_transport"]
 
@@ -81,11 +82,11 @@ def _reason(error: RuntimeError) -> str:
 class GlooTransport:
     """Point-to-point over a gloo group of all ranks, made from the store; torch's default group is not used."""
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float) -> None:
         """Connect to every rank. Raises TransferError where that fails within the timeout."""
         limit = timedelta(seconds=timeout)
         try:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, limit)
+            self._group: Any = dist.ProcessGroupGloo(prefixed("gloo", store), rank, num_ranks, limit)
         except RuntimeError as error:
             raise TransferError(f"connecting the ranks: {_reason(error)}") from error
         self._sent: dict[int, int] = defaultdict(int)
@@ -134,13 +135,11 @@ class _NcclPending:
 class NcclTransport:
     """Point-to-point over an NCCL communicator; the messages of a phase are one grouped launch."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, num_ranks: int, timeout: float, device: torch.device
-    ) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float, device: torch.device) -> None:
         """Make the communicator. It is built lazily by NCCL: the first exchange of a pair is slow."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, num_ranks, options)
+        self._group: Any = dist.ProcessGroupNCCL(prefixed("nccl", store), rank, num_ranks, options)
         self._device = device
         self._timeout = timeout
 
@@ -159,11 +158,11 @@ class NcclTransport:
         return _NcclPending(work, sorted({message.peer for message, _ in chosen}), self._timeout)
 
     def close(self) -> None:
-        self._group.abort() if hasattr(self._group, "abort") else None
+        self._group.shutdown()
 
 
 def open_transport(
-    backend: str, store: dist.Store, rank: int, num_ranks: int, timeout: float, device: torch.device
+    backend: str, store: Store, rank: int, num_ranks: int, timeout: float, device: torch.device
 ) -> Transport:
     """Return the transport of this backend, connected to all ranks."""
     if backend == "nccl":

@@ -14,12 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.transport.control import Control
+from reshard_cli.transport.store import serve_store
 
 __all__ = ["World", "launch", "world_of_environment"]
 
@@ -85,10 +83,7 @@ def launch(num_ranks: int, timeout: float, run: Callable[[World], int]) -> int:
                 # no interpreter teardown: a group with work in flight would abort the process there
                 os._exit(code)
         children[pid] = rank
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    store = serve_store(listener.detach(), port, timeout)
     control = Control(store, -1, num_ranks, timeout)
     previous = {
         number: signal.signal(number, lambda got, _: _forward(children, got))
