@@ -18,7 +18,7 @@ from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
 
-__all__ = ["PLAN_VERSION", "Plan", "build_plan"]
+__all__ = ["PLAN_VERSION", "Plan", "build_plan", "neighbours"]
 
 PLAN_VERSION = 1
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
@@ -81,7 +81,7 @@ def build_plan(
     return plan
 
 
-def staged_bytes(entries: Entries, streams: Streams, num_ranks: int) -> tuple[Ints, Ints]:
+def _staged_bytes(entries: Entries, streams: Streams, num_ranks: int) -> tuple[Ints, Ints]:
     """Return per rank the bytes that pass through its staging in all, and the number of its streams.
 
     A sender packs, a carrier takes, and the carrier's neighbours take what it passes on.
@@ -113,7 +113,7 @@ def _rounds(entries: Entries, streams: Streams, num_ranks: int, staging: int) ->
     """Return (rounds, grain): each round of each rank fits the staging, with cuts rounded to the grain."""
     if not len(streams.kind):
         return 1, 1
-    total, count = staged_bytes(entries, streams, num_ranks)
+    total, count = _staged_bytes(entries, streams, num_ranks)
     if total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)

@@ -7,13 +7,11 @@ rank can say what it was doing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import socket
 import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,13 +20,15 @@ from typing import Any
 import torch
 
 from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError
-from reshard_cli.plan.build import PLAN_VERSION, Plan, build_plan
+from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.entries import DOMAIN, NETWORK
-from reshard_cli.plan.schedule import RankSchedule, pair_digests, rank_schedule
+from reshard_cli.plan.schedule import RankSchedule, rank_schedule
 from reshard_cli.plan.topology import Topology
+from reshard_cli.refit.agreement import agree
 from reshard_cli.refit.endpoints import Destination, check_target, open_source
 from reshard_cli.refit.environment import describe_environment, machine_place
 from reshard_cli.refit.executor import RankExecutor
+from reshard_cli.refit.failing import report_failure
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
 from reshard_cli.refit.verify import verify_rank
 from reshard_cli.transport.control import Control
@@ -132,56 +132,18 @@ def run_rank(
             time.sleep(0.2)  # the others read the last key from this process's store
         return 0
     except KeyboardInterrupt:
-        code = _report(control, TransferError(f"rank {rank} was interrupted", rank), world, debug)
+        code = report_failure(control, TransferError(f"rank {rank} was interrupted", rank), world, debug)
     except ReshardError as error:
-        code = _report(control, error, world, debug)
+        code = report_failure(control, error, world, debug)
     except Exception as error:  # noqa: BLE001 - a fault of ours or of a library: the peers must not wait
         doing = "" if control is None else f" (last: {control.phase_of(rank)})"
         wrapped = TransferError(f"rank {rank} raised {type(error).__name__}: {error}{doing}", rank)
         wrapped.__cause__ = error
-        code = _report(control, wrapped, world, debug)
+        code = report_failure(control, wrapped, world, debug)
     if folder is not None:
         folder.discard()
     sys.stderr.flush()
     os._exit(code)  # no teardown: groups may have work in flight, and would abort the process
-
-
-def _report(control: Control | None, error: ReshardError, world: World, debug: bool) -> int:
-    """Settle who was first, print the message on one rank only, and return the exit code for all."""
-    first = world.rank == 0
-    if control is not None:
-        with contextlib.suppress(RuntimeError):  # the store itself may be what was lost
-            error = _settled(control, error)
-            first = control.fail(error)
-            failure = control.failure()
-            if failure is not None and not first:
-                return failure.exit_code
-    if first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if debug:
-            traceback.print_exception(error)
-    return error.exit_code
-
-
-def _settled(control: Control, error: ReshardError) -> ReshardError:
-    """Return the error to report: another rank's where this one is its echo, with the guilty rank's phase."""
-    if not isinstance(error, TransferError) or error.rank == control.rank:
-        return error
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        failure = control.failure()
-        if failure is not None:
-            return failure.error()
-        time.sleep(0.02)
-    silent = control.silent_ranks()
-    guilty = error.rank
-    if silent and guilty not in silent:
-        guilty = silent[0]
-    if guilty is None:
-        return error
-    name = control.name_of(guilty)
-    what = "is not running any more, or is stopped" if guilty in silent else "did not do its part"
-    return TransferError(f"{name} {what} (last: {control.phase_of(guilty)}); {error}", guilty)
 
 
 def _join(
@@ -261,7 +223,7 @@ class _Session:
             tamper(schedule)
         self.control.phase("reading the source")
         self._check_source()
-        self._agree(schedule)
+        agree(self.control, self.plan, schedule, self.options)
         self.control.phase("connecting")
         self.transport = open_transport(
             self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
@@ -325,53 +287,6 @@ class _Session:
             )
         windows = None if destination is None else destination.windows
         return RankExecutor(self.plan, schedule, source, windows, self.device)
-
-    def _agree(self, schedule: RankSchedule) -> None:
-        """Compare what must be equal on all ranks before the first byte, and name the first difference."""
-        self.control.phase("comparing plans")
-        options, plan = self.options, self.plan
-        dtypes = repr([(pair.name, pair.source_dtype, pair.destination_dtype) for pair in plan.pairs])
-        facts = {
-            "version of the plan": PLAN_VERSION,
-            "mode": plan.mode,
-            "staging bytes": plan.staging,
-            "iterations": options.iterations,
-            "verify": options.verify,
-            "layout of the source": plan.source.digest,
-            "layout of the destination": plan.destination.digest,
-            "dtypes": hashlib.sha256(dtypes.encode()).hexdigest(),
-            "domains": plan.topology.domain.tolist(),
-            "rounds": plan.num_rounds,
-            "plan": plan.digest,
-        }
-        digests = pair_digests(schedule)
-        pairs = [[origin, target, digest] for (origin, target), digest in digests.items()]
-        everybody = self.control.gather("facts", {"facts": facts, "pairs": pairs}, "comparing plans")
-        if everybody is not None:
-            self._compare([one["facts"] for one in everybody], [one["pairs"] for one in everybody])
-        self.control.share("agreed", 1, "comparing plans")
-
-    def _compare(self, facts: list[dict[str, Any]], pairs: list[list[list[Any]]]) -> None:
-        for key, value in facts[0].items():
-            for rank, other in enumerate(facts):
-                if other.get(key) != value:
-                    raise TransferError(
-                        f"{self.control.name_of(rank)} came with another plan: {key}: "
-                        f"{_short(other.get(key))} there, {_short(value)} on {self.control.name_of(0)}; "
-                        f"give all ranks the same documents and flags",
-                        rank,
-                    )
-        seen: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
-        for rank, own in enumerate(pairs):
-            for origin, target, digest in own:
-                seen[origin, target][rank] = digest
-        for (origin, target), views in sorted(seen.items()):
-            if len(views) != 2 or len(set(views.values())) != 1:
-                raise TransferError(
-                    f"{self.control.name_of(origin)} and {self.control.name_of(target)} disagree on the order, "
-                    f"sizes or contents of their messages; nothing was sent",
-                    target,
-                )
 
     def _round(self, executor: RankExecutor, number: int, clock: _Clock) -> None:
         """Run one round: off the network, on inside the domains, into place."""
@@ -472,8 +387,3 @@ class _Session:
         """Close the connections; everybody has passed the last barrier."""
         if self.transport is not None:
             self.transport.close()
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:12] + "…"

@@ -59,7 +59,9 @@ def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) ->
     if not isinstance(part, str) or loc[: index + 1] in located.lines:
         return False
     return (
-        "[" in part or part in ("str", "int", "TensorEntry", "LayerRange", "list") or part == "function-after"
+        "[" in part
+        or part in ("str", "int", "_TensorEntry", "_LayerRange", "list")
+        or part == "function-after"
     )
 
 

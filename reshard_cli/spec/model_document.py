@@ -37,7 +37,7 @@ _MAX_TENSORS = 2_000_000
 Expression = Annotated[str | int, Field(description="a whole number, or an expression of the sizes")]
 
 
-class LayerRange(StrictDocument):
+class _LayerRange(StrictDocument):
     """Some of the layers: from, from+step, … below to."""
 
     start: Expression = Field(0, alias="from")
@@ -45,16 +45,16 @@ class LayerRange(StrictDocument):
     step: Expression = 1
 
 
-class TensorEntry(StrictDocument):
+class _TensorEntry(StrictDocument):
     """One entry with more than a shape."""
 
     shape: list[Expression]
     dtype: str | None = None
-    layers: LayerRange | list[int] | None = None
+    layers: _LayerRange | list[int] | None = None
     experts: Expression | None = None
 
 
-class Ranges(StrictDocument):
+class _Ranges(StrictDocument):
     """How far `{layer}` and `{expert}` run."""
 
     layer: Expression | None = None
@@ -67,8 +67,8 @@ class ModelDocument(StrictDocument):
     name: str
     dtype: str
     sizes: dict[str, Expression] = Field({})
-    ranges: Ranges = Ranges()
-    tensors: dict[str, list[Expression] | TensorEntry] = Field(min_length=1)
+    ranges: _Ranges = _Ranges()
+    tensors: dict[str, list[Expression] | _TensorEntry] = Field(min_length=1)
 
 
 class _Reader:
@@ -113,9 +113,9 @@ class _Reader:
             return 0
         return self.number(("ranges", word), expression, 1)
 
-    def entry(self, pattern: str, entry: list[str | int] | TensorEntry) -> None:
+    def entry(self, pattern: str, entry: list[str | int] | _TensorEntry) -> None:
         where: KeyPath = ("tensors", pattern)
-        if isinstance(entry, TensorEntry):
+        if isinstance(entry, _TensorEntry):
             shape_path, expressions, dtype = (*where, "shape"), entry.shape, entry.dtype
         else:
             shape_path, expressions, dtype = where, entry, None
@@ -130,7 +130,7 @@ class _Reader:
         layers: list[int | None] = [None]
         if has_layer:
             layers = list(self.layers(where, entry))
-        elif isinstance(entry, TensorEntry) and entry.layers is not None:
+        elif isinstance(entry, _TensorEntry) and entry.layers is not None:
             self.add((*where, "layers"), "the name has no {layer}")
         for template in expand_braces(pattern):
             if "{" in fill(template, layer=0, expert=0):
@@ -139,18 +139,18 @@ class _Reader:
             for layer in layers:
                 self.tensor(where, template, layer, shape, dtype or self.document.dtype, experts)
 
-    def experts(self, where: KeyPath, entry: list[str | int] | TensorEntry) -> int:
-        if isinstance(entry, TensorEntry) and entry.experts is not None:
+    def experts(self, where: KeyPath, entry: list[str | int] | _TensorEntry) -> int:
+        if isinstance(entry, _TensorEntry) and entry.experts is not None:
             return self.number((*where, "experts"), entry.experts, 1)
         return self.range_of("expert", where)
 
-    def layers(self, where: KeyPath, entry: list[str | int] | TensorEntry) -> list[int]:
+    def layers(self, where: KeyPath, entry: list[str | int] | _TensorEntry) -> list[int]:
         count = self.range_of("layer", where)
-        chosen = entry.layers if isinstance(entry, TensorEntry) else None
+        chosen = entry.layers if isinstance(entry, _TensorEntry) else None
         path: KeyPath = (*where, "layers")
         if chosen is None:
             return list(range(count))
-        if isinstance(chosen, LayerRange):
+        if isinstance(chosen, _LayerRange):
             start = self.number((*path, "from"), chosen.start, 0)
             stop = count if chosen.to is None else self.number((*path, "to"), chosen.to, 0)
             chosen = list(range(start, stop, self.number((*path, "step"), chosen.step, 1)))

@@ -6,6 +6,7 @@ that whoever sees it under its name sees all of it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Sequence
@@ -113,20 +114,32 @@ class PendingFolder:
 
     def publish(self) -> None:
         """Give the complete folder its name, in place of an earlier refit's."""
-        old = self.target.parent / f"{self.hidden.name}.old"
         try:
             _sync(self.hidden)
             if self.target.exists():
-                os.rename(self.target, old)
-            os.rename(self.hidden, self.target)
+                _exchange(self.hidden, self.target)
+            else:
+                os.rename(self.hidden, self.target)
             _sync(self.target.parent)
         except OSError as error:
             raise TransferError(f"{self.target}: cannot be published: {error.strerror}") from error
-        shutil.rmtree(old, ignore_errors=True)
+        self.discard()  # after an exchange, the hidden name is the earlier refit's
 
     def discard(self) -> None:
         """Remove what was written of a refit that failed."""
         shutil.rmtree(self.hidden, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two folders change names in one step, so that a reader finds the old one or the new one whole.
+
+    Linux's renameat2 with RENAME_EXCHANGE. Raises OSError, also where the file system cannot do it.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if library.renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _sync(folder: Path) -> None:

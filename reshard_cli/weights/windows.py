@@ -13,7 +13,7 @@ from reshard_cli.layout.storage import RankStorage
 from reshard_cli.plan.schedule import Fragment
 from reshard_cli.weights.tensors import as_bytes, typed
 
-__all__ = ["Boxed", "Source", "StorageWindows", "contiguous_bytes", "intersection"]
+__all__ = ["Boxed", "Corner", "Source", "StorageWindows", "contiguous_bytes", "intersection", "within"]
 
 Corner = tuple[int, ...]
 Boxed = tuple[Corner, Corner, Tensor]
