@@ -3,7 +3,8 @@
     ReshardError
     ├── DocumentError    2   a document or a flag is wrong
     ├── WeightsError     3   the weights do not fit the documents
-    ├── TransferError    4   the transfer failed: a peer lost, late, or with another plan
+    ├── TransferError    4   the transfer failed: a rank raised, or came with another plan
+    │   └── PeerLostError    as seen by a peer: a connection closed, or nothing came in time
     └── VerifyError      5   a destination element is not what it should be
 
 Each message says what is wrong, where, and what would be right. The command line prints it without a
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "DocumentError",
+    "PeerLostError",
     "Problem",
     "ReshardError",
     "TransferError",
@@ -70,6 +72,10 @@ class TransferError(ReshardError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         self.rank = rank
         super().__init__(message)
+
+
+class PeerLostError(TransferError):
+    """A peer closed its connection or did not answer in time: perhaps the echo of another rank's failure."""
 
 
 class VerifyError(ReshardError):

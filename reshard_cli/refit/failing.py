@@ -3,39 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
 
-from reshard_cli.errors import ReshardError, TransferError
+from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 
 __all__ = ["report_failure"]
 
+_ECHO = 1.0  # seconds that the guilty rank's own account may come after its connections closed
+_OUTLAST = 6.0  # seconds that the store's server waits for the others to read the failure
 
-def report_failure(control: Control | None, error: ReshardError, world: World, debug: bool) -> int:
-    """Settle who was first, print the message on one rank only, and return the exit code for all."""
+
+def report_failure(control: Control | None, error: Exception, world: World, *, debug: bool) -> int:
+    """Settle who was first, print the message on one rank only, and return the exit code for all.
+
+    Anything but a ReshardError is a fault of this program or of a library: it is told with this rank's
+    name and phase, and ends the refit like any other, as the peers must not wait.
+    """
     first = world.rank == 0
+    told = error if isinstance(error, ReshardError) else _wrapped(control, error, world)
     if control is not None:
         with contextlib.suppress(RuntimeError):  # the store itself may be what was lost
-            error = _settled(control, error)
-            first = control.fail(error)
+            told = _settled(control, told)
+            first = control.fail(told)
             failure = control.failure()
             if failure is not None and not first:
+                control.ended()
+                if world.serves_store:
+                    control.outlast(_OUTLAST)
                 return failure.exit_code
     if first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _record_for_torchrun(told)
+        print(f"error: {told}", file=sys.stderr, flush=True)
         if debug:
             traceback.print_exception(error)
-    return error.exit_code
+    if control is not None:
+        with contextlib.suppress(RuntimeError):
+            control.ended()
+            if world.serves_store:
+                control.outlast(_OUTLAST)
+    return told.exit_code
+
+
+def _record_for_torchrun(error: ReshardError) -> None:
+    """Leave the message where torchrun looks for a worker's first error, so that its summary shows it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _wrapped(control: Control | None, error: Exception, world: World) -> TransferError:
+    doing = ""
+    with contextlib.suppress(RuntimeError):
+        doing = "" if control is None else f" (last: {control.phase_of(world.rank)})"
+    return TransferError(f"rank {world.rank} raised {type(error).__name__}: {error}{doing}", world.rank)
 
 
 def _settled(control: Control, error: ReshardError) -> ReshardError:
     """Return the error to report: another rank's where this one is its echo, with the guilty rank's phase."""
-    if not isinstance(error, TransferError) or error.rank == control.rank:
+    if not isinstance(error, PeerLostError):
         return error
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + _ECHO
     while time.monotonic() < deadline:
         failure = control.failure()
         if failure is not None:

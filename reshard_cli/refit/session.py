@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError
+from reshard_cli.errors import DocumentError, TransferError, VerifyError
 from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.schedule import RankSchedule, rank_schedule
@@ -128,18 +128,16 @@ def run_rank(
         stop_watching()
         if report is not None:
             on_report(report)
+        control.ended()
         if world.serves_store:
-            time.sleep(0.2)  # the others read the last key from this process's store
+            control.outlast(options.timeout)
         return 0
     except KeyboardInterrupt:
-        code = report_failure(control, TransferError(f"rank {rank} was interrupted", rank), world, debug)
-    except ReshardError as error:
-        code = report_failure(control, error, world, debug)
-    except Exception as error:  # noqa: BLE001 - a fault of ours or of a library: the peers must not wait
-        doing = "" if control is None else f" (last: {control.phase_of(rank)})"
-        wrapped = TransferError(f"rank {rank} raised {type(error).__name__}: {error}{doing}", rank)
-        wrapped.__cause__ = error
-        code = report_failure(control, wrapped, world, debug)
+        code = report_failure(
+            control, TransferError(f"rank {rank} was interrupted", rank), world, debug=debug
+        )
+    except Exception as error:  # noqa: BLE001 - reported, and the process ended: no peer is left waiting
+        code = report_failure(control, error, world, debug=debug)
     if folder is not None:
         folder.discard()
     sys.stderr.flush()

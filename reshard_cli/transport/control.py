@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reshard_cli.errors import ReshardError, TransferError, error_of_exit_code
+from reshard_cli.errors import PeerLostError, ReshardError, TransferError, error_of_exit_code
 from reshard_cli.transport.store import Store
 
 __all__ = ["Control", "Failure"]
@@ -85,6 +85,18 @@ class Control:
         keys = [f"alive/{rank}" for rank in range(self.num_ranks)]
         return [self.store.get(key) if self.store.check([key]) else None for key in keys]
 
+    def ended(self) -> None:
+        """Tell that this rank needs the store no more."""
+        self.store.set(f"ended/{self.rank}", "1")
+
+    def outlast(self, seconds: float) -> None:
+        """Wait until the other ranks need the store no more, as it is this process that serves it."""
+        waiting = {rank for rank in range(self.num_ranks) if rank != self.rank}
+        deadline = time.monotonic() + seconds
+        while waiting and time.monotonic() < deadline:
+            waiting = {rank for rank in waiting if not self.store.check([f"ended/{rank}"])}
+            time.sleep(_POLL)
+
     def failure(self) -> Failure | None:
         """Return the failure that some rank has written, if any."""
         if not self.store.check([_FAILURE]):
@@ -121,7 +133,7 @@ class Control:
             if time.monotonic() > deadline:
                 ranks = sorted({rank for rank in waiting.values() if rank is not None})
                 names = ", ".join(f"{self.name_of(rank)} (last: {self.phase_of(rank)})" for rank in ranks[:8])
-                raise TransferError(
+                raise PeerLostError(
                     f"{what}: {names or 'a rank'} did not come within {self.timeout:g} s",
                     ranks[0] if ranks else None,
                 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reshard_cli.errors import TransferError
+from reshard_cli.errors import PeerLostError
 from reshard_cli.plan.schedule import MAX_MESSAGE
 from reshard_cli.transport.message import Message
 from reshard_cli.transport.store import Store, prefixed
@@ -27,7 +27,7 @@ class Pending(Protocol):
     """Messages on their way."""
 
     def wait(self) -> None:
-        """Wait for all of them. Raises TransferError naming the peer that failed."""
+        """Wait for all of them. Raises PeerLostError naming the peer that failed."""
         ...
 
 
@@ -66,7 +66,7 @@ class _GlooPending:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise TransferError(f"{doing} rank {peer}: {_reason(error)}", peer) from error
+                raise PeerLostError(f"{doing} rank {peer}: {_reason(error)}", peer) from error
         self._works.clear()
 
 
@@ -83,12 +83,12 @@ class GlooTransport:
     """Point-to-point over a gloo group of all ranks, made from the store; torch's default group is not used."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float) -> None:
-        """Connect to every rank. Raises TransferError where that fails within the timeout."""
+        """Connect to every rank. Raises PeerLostError where that fails within the timeout."""
         limit = timedelta(seconds=timeout)
         try:
             self._group: Any = dist.ProcessGroupGloo(prefixed("gloo", store), rank, num_ranks, limit)
         except RuntimeError as error:
-            raise TransferError(f"connecting the ranks: {_reason(error)}") from error
+            raise PeerLostError(f"connecting the ranks: {_reason(error)}") from error
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
@@ -105,7 +105,7 @@ class GlooTransport:
                 try:
                     works.append((message.peer, doing, post([message.data], message.peer, tag)))
                 except RuntimeError as error:
-                    raise TransferError(
+                    raise PeerLostError(
                         f"{doing} rank {message.peer}: {_reason(error)}", message.peer
                     ) from error
                 keep.append(message.data)
@@ -129,7 +129,7 @@ class _NcclPending:
             torch.cuda.current_stream().synchronize()
         except RuntimeError as error:
             peers = ", ".join(str(peer) for peer in self._peers)
-            raise TransferError(f"exchanging with ranks {peers}: {str(error).splitlines()[0]}") from error
+            raise PeerLostError(f"exchanging with ranks {peers}: {str(error).splitlines()[0]}") from error
 
 
 class NcclTransport:
@@ -154,7 +154,7 @@ class NcclTransport:
                 post([message.data], message.peer, 0)
             work = self._group._end_coalescing(self._device)
         except RuntimeError as error:
-            raise TransferError(f"starting an exchange: {str(error).splitlines()[0]}") from error
+            raise PeerLostError(f"starting an exchange: {str(error).splitlines()[0]}") from error
         return _NcclPending(work, sorted({message.peer for message, _ in chosen}), self._timeout)
 
     def close(self) -> None:
