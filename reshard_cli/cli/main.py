@@ -199,10 +199,9 @@ def main() -> None:
     try:
         app()
     except ReshardError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-            if "--debug" in sys.argv:
-                traceback.print_exception(error)
+        print(f"error: {error}", file=sys.stderr)
+        if "--debug" in sys.argv:
+            traceback.print_exception(error)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard_cli.cli.output import check_json_file, write_json
 from reshard_cli.errors import DocumentError
-from reshard_cli.refit.prepare import RefitOptions, parse_domain, read_jobs
+from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.report.terminal import print_refit
 
 __all__ = ["run_refit"]
@@ -19,13 +19,18 @@ _SHOW_PROGRESS_AFTER = 2.0
 
 def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> None:
     """Run the refit and end the process with its exit code. Raises what can be said before any rank starts."""
-    check_json_file(json_file)
-    parse_domain(options.domain)
-    folder = Path(options.origin)
-    fallback = folder if options.origin != "synthetic" and folder.is_dir() else None
-    jobs = read_jobs(options.source, options.destination, options.model, fallback)
 
-    # torch takes seconds to import: only from here on is it needed
+    def read() -> Jobs:
+        check_json_file(json_file)
+        parse_domain(options.domain)
+        folder = Path(options.origin)
+        fallback = folder if options.origin != "synthetic" and folder.is_dir() else None
+        return read_jobs(options.source, options.destination, options.model, fallback)
+
+    under_torchrun = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    jobs = None if under_torchrun else read()
+
+    # torch takes seconds to import: a mistake in a document is told before
     import torch
 
     from reshard_cli.refit.endpoints import check_target
@@ -44,15 +49,16 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
         local = world.num_ranks if world.launcher else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
         progress = _Progress() if world.rank == 0 and sys.stderr.isatty() else None
-        return run_rank(world, options, jobs, on_report=show, progress=progress, debug=debug)
+        # a forked rank has what its launcher read
+        given = read if jobs is None else lambda: jobs
+        return run_rank(world, options, given, on_report=show, progress=progress, debug=debug)
 
-    world = world_of_environment(os.environ)
-    if world is None:
-        check_target(options.target, "check")
-        if options.backend == "nccl" and not torch.cuda.device_count():
-            raise DocumentError("--backend nccl: this machine has no GPU; use gloo or auto")
-        sys.exit(launch(jobs.num_ranks(options.colocated), options.timeout, run))
-    sys.exit(run(world))
+    if jobs is None:
+        sys.exit(run(world_of_environment(os.environ)))
+    check_target(options.target, "check")
+    if options.backend == "nccl" and not torch.cuda.device_count():
+        raise DocumentError("--backend nccl: this machine has no GPU; use gloo or auto")
+    sys.exit(launch(jobs.num_ranks(options.colocated), options.timeout, run))
 
 
 class _Progress:

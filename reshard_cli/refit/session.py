@@ -88,7 +88,7 @@ class _Clock:
 def run_rank(
     world: World,
     options: RefitOptions,
-    jobs: Jobs,
+    read: Callable[[], Jobs],
     *,
     on_report: Callable[[RefitReport], None],
     progress: Progress | None = None,
@@ -97,6 +97,7 @@ def run_rank(
 ) -> int:
     """Run this process's part of the refit; return its exit code.
 
+    `read` gives the two jobs' layouts; what is wrong with them is reported like any other failure, once.
     `on_report` is called on rank 0 at the end. One rank prints the message of a failure; all return its
     exit code. `tamper` is a seam for tests: it may change this rank's schedule before it is agreed on.
     """
@@ -105,19 +106,20 @@ def run_rank(
     folder: PendingFolder | None = None
     rank = world.rank
     try:
-        needed = jobs.num_ranks(options.colocated)
-        if world.num_ranks != needed:
-            raise DocumentError(
-                f"the documents need {needed} ranks ({jobs.source.name}: {jobs.source.num_ranks}, "
-                f"{jobs.destination.name}: {jobs.destination.num_ranks}), the world has {world.num_ranks}"
-            )
         store = connect_store(world.host, world.port, options.timeout, serve=world.serves_store)
-        control = Control(
-            store, rank, needed, options.timeout, lambda one: jobs.name_of(one, options.colocated)
-        )
+        control = Control(store, rank, world.num_ranks, options.timeout)
         stop_watching = control.watch(
             lambda: connect_store(world.host, world.port, options.timeout), world.launcher
         )
+        control.phase("reading the documents")
+        jobs = read()
+        control.name_of = lambda one: jobs.name_of(one, options.colocated)
+        if world.num_ranks != jobs.num_ranks(options.colocated):
+            raise DocumentError(
+                f"the documents need {jobs.num_ranks(options.colocated)} ranks ({jobs.source.name}: "
+                f"{jobs.source.num_ranks}, {jobs.destination.name}: {jobs.destination.num_ranks}), "
+                f"the world has {world.num_ranks}"
+            )
         setup, plan, topology = _join(world, options, jobs, control)
         folder = check_target(options.target, setup["token"])
         session = _Session(options, jobs, plan, topology, control, setup, folder)

@@ -37,15 +37,13 @@ class World:
     launcher: int | None = None
 
 
-def world_of_environment(environment: Mapping[str, str]) -> World | None:
-    """Return the world that torchrun (or a scheduler in its manner) describes, or None without one.
+def world_of_environment(environment: Mapping[str, str]) -> World:
+    """Return the world that torchrun (or a scheduler in its manner) describes.
 
     Raises DocumentError where only a part of it is there.
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     there = [name for name in needed if name in environment]
-    if "RANK" not in there and "WORLD_SIZE" not in there:
-        return None
     if len(there) < len(needed):
         lacking = ", ".join(name for name in needed if name not in there)
         raise DocumentError(f"environment: {', '.join(there)} set, but not {lacking}; start with torchrun")

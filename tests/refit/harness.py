@@ -141,7 +141,7 @@ def main() -> int:
                 raise_in_unpack()
             elif fault.startswith("kill-"):
                 stop_at(fault.removeprefix("kill-"), signal.SIGKILL)
-        return run_rank(world, options, jobs, on_report=show, tamper=tamper)
+        return run_rank(world, options, lambda: jobs, on_report=show, tamper=tamper)
 
     return launch(jobs.num_ranks(False), options.timeout, run)
 
