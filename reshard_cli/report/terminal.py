@@ -21,6 +21,12 @@ def bytes_text(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def _console() -> Console:
+    """Return standard output; what is no terminal has no width, and gets one that breaks no name."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
 def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -32,7 +38,7 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a plan's report."""
-    console = console or Console()
+    console = console or _console()
     traffic, balance = report["traffic"], report["balance"]
     console.print(
         _facts(
@@ -77,7 +83,7 @@ def _side(side: dict[str, Any]) -> str:
 
 def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a refit's report."""
-    console = console or Console()
+    console = console or _console()
     world = report["world"]
     table = Table(box=SIMPLE_HEAD)
     for name in ("version", "seconds", "network", "domain", "phases (slowest rank)"):
@@ -109,7 +115,7 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
 
 def print_model(tensors: Iterable[tuple[str, str, str, int, int]], totals: str) -> None:
     """Print a model's tensors: (name, shape, dtype, how many, bytes) each, then the totals."""
-    console = Console()
+    console = _console()
     table = Table(box=SIMPLE_HEAD)
     for name, justify in (("tensor", "left"), ("shape", "left"), ("dtype", "left")):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.located import Located, read_yaml
 
-__all__ = ["StrictDocument", "check", "read_document"]
+__all__ = ["StrictDocument", "read_document"]
 
 
 class StrictDocument(BaseModel):
@@ -34,23 +35,49 @@ _KINDS = {
 }
 
 
-def read_document(path: Path, kind: type[Document]) -> tuple[Document, Located]:
-    """Read and check one YAML document of this kind. Raises DocumentError with all its problems."""
+def read_document(path: Path, kind: type[Document]) -> tuple[Document, Located, list[Problem]]:
+    """Read one YAML document and check it against its class.
+
+    Returns what could be understood, with the problems found so far, so that the caller can look for more
+    before raising them all. Raises DocumentError where too little is left to go on with.
+    """
     located = read_yaml(path)
-    return check(located, kind), located
+    value = located.value
+    problems: list[Problem] = []
+    for _ in range(3):
+        try:
+            return kind.model_validate(value), located, problems
+        except ValidationError as error:
+            problems = problems or _problems(error, located, kind)
+            value = _without_faults(value, error)
+    raise DocumentError(problems=problems)
 
 
-def check(located: Located, kind: type[Document]) -> Document:
-    """Check the located value against the document class. Raises DocumentError with all problems."""
-    try:
-        return kind.model_validate(located.value)
-    except ValidationError as error:
-        problems: dict[tuple[int, str], Problem] = {}
-        for item in error.errors():
-            path = tuple(part for part in item["loc"] if not _is_branch(part, located, item["loc"]))
-            problem = located.problem(path, _message(dict(item), path, kind))
-            problems.setdefault((problem.line, problem.key), problem)
-        raise DocumentError(problems=list(problems.values())) from error
+def _problems(error: ValidationError, located: Located, kind: type[BaseModel]) -> list[Problem]:
+    problems: dict[tuple[int, str], Problem] = {}
+    for item in error.errors():
+        path = tuple(part for part in item["loc"] if not _is_branch(part, located, item["loc"]))
+        problem = located.problem(path, _message(dict(item), path, kind))
+        problems.setdefault((problem.line, problem.key), problem)
+    return list(problems.values())
+
+
+def _without_faults(value: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """Return the document without its unknown and mistyped keys, and with `*` for a text that is missing."""
+    mended = copy.deepcopy(value)
+    for item in error.errors():
+        holder: Any = mended
+        for part in item["loc"][:-1]:
+            if isinstance(holder, dict):
+                holder = holder.get(part)
+            elif isinstance(holder, list) and isinstance(part, int) and part < len(holder):
+                holder = holder[part]
+        if isinstance(holder, dict):
+            if item["type"] == "missing":
+                holder[item["loc"][-1]] = "*"
+            else:
+                holder.pop(item["loc"][-1], None)
+    return mended
 
 
 def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) -> bool:

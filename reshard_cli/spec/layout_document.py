@@ -275,7 +275,7 @@ class _Checker:
 
 def read_layout_document(path: Path) -> LoadedLayout:
     """Read and check one layout document. Raises DocumentError with every problem it has."""
-    document, located = read_document(path, LayoutDocument)
+    document, located, problems = read_document(path, LayoutDocument)
     checker = _Checker(document, located)
     checker.dtype(("dtype",), document.dtype)
     checker.mesh_sizes()
@@ -289,7 +289,8 @@ def read_layout_document(path: Path) -> LoadedLayout:
     checker.rename()
     if not document.tensors and not document.pieces:
         checker.add((), "no `tensors` and no `pieces`: nothing says what the ranks hold")
-    if checker.problems:
-        raise DocumentError(problems=checker.problems)
+    problems += checker.problems
+    if problems:
+        raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
     matches = tuple(pattern for pattern, _ in rules if pattern is not None)
     return LoadedLayout(document, located, path, checker.meshes, tuple(place for _, place in rules), matches)

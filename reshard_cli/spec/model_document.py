@@ -191,11 +191,12 @@ def read_model(path: Path) -> Model:
         return model_of_checkpoint(str(path), index_folder(path))
     if not path.exists():
         raise DocumentError(f"{path}: no such model document or checkpoint folder")
-    document, located = read_document(path, ModelDocument)
+    document, located, problems = read_document(path, ModelDocument)
     reader = _Reader(document, located)
     reader.run()
-    if reader.problems:
-        raise DocumentError(problems=reader.problems)
+    problems += reader.problems
+    if problems:
+        raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
     return Model(document.name, tuple(reader.tensors.values()), origin=str(path))
 
 
