@@ -63,7 +63,7 @@ def _problems(error: ValidationError, located: Located, kind: type[BaseModel]) -
 
 
 def _without_faults(value: dict[str, Any], error: ValidationError) -> dict[str, Any]:
-    """Return the document without its unknown and mistyped keys, and with `*` for a text that is missing."""
+    """Return the document without its unknown and mistyped keys, and with a word for a text that is missing."""
     mended = copy.deepcopy(value)
     for item in error.errors():
         holder: Any = mended
@@ -74,7 +74,7 @@ def _without_faults(value: dict[str, Any], error: ValidationError) -> dict[str, 
                 holder = holder[part]
         if isinstance(holder, dict):
             if item["type"] == "missing":
-                holder[item["loc"][-1]] = "*"
+                holder[item["loc"][-1]] = "*" if item["loc"][-1] == "match" else "missing"
             else:
                 holder.pop(item["loc"][-1], None)
     return mended
