@@ -25,7 +25,8 @@ class Holdings:
 
     rank [n]; lo, hi [n, dims]: the logical box; local_lo [n, dims]: where it starts in the rank's local
     tensor; local_shape [ranks, dims]: that tensor's shape, with padding (all zeros where absent);
-    present [ranks]: whether the rank has such a local tensor, be it empty.
+    present [ranks]: whether the rank has such a local tensor, be it empty. `explicit` pieces may overlap
+    those of other ranks in part; placements never do.
     """
 
     rank: Ints
@@ -34,6 +35,7 @@ class Holdings:
     local_lo: Ints
     local_shape: Ints
     present: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    explicit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ def explicit_holdings(
     present[rank] = True
     local_shape = np.where(present[:, None], last - np.minimum(first, last), 0)
     keep = np.all(hi > lo, axis=1)
-    return Holdings(rank[keep], lo[keep], hi[keep], (lo - first[rank])[keep], local_shape, present)
+    return Holdings(
+        rank[keep], lo[keep], hi[keep], (lo - first[rank])[keep], local_shape, present, explicit=True
+    )
 
 
 def _boxes(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:

@@ -180,8 +180,9 @@ def _side(
         rank = np.concatenate([part.rank for part in parts])
         lo = np.concatenate([part.lo for part in parts])
         hi = np.concatenate([part.hi for part in parts])
-        lo, hi, origin = make_disjoint(lo, hi)
-        rank = rank[origin]
+        if len(parts) > 1 or parts[0].explicit:
+            lo, hi, origin = make_disjoint(lo, hi)
+            rank = rank[origin]
         unique_lo, unique_hi, inverse = unique_boxes(lo, hi)
         owners: list[set[int]] = [set() for _ in range(len(unique_lo))]
         for box, one in zip(inverse.tolist(), world[rank].tolist(), strict=True):

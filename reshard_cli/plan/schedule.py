@@ -286,16 +286,11 @@ def count_messages(plan: Plan) -> int:
     short = short + np.where(size < BIG_FRAGMENT, inner * size, 0)
     chosen = moving[stream]
     copies = np.where(streams.kind[chosen] == NETWORK, entries.wanter_sets.sizes[streams.wanters[chosen]], 1)
-    key = np.stack(
-        [
-            number,
-            streams.kind[chosen],
-            streams.sender[chosen],
-            streams.carrier[chosen],
-            streams.wanters[chosen],
-        ]
-    )
-    _, at, inverse = np.unique(key, axis=1, return_index=True, return_inverse=True)
+    # blocks in the order of the streams: those of one sender, carrier and wanter set follow each other
+    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters)
+    new = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    block = np.concatenate([[0], np.cumsum(new)])[chosen]
+    _, at, inverse = np.unique(block * plan.num_rounds + number, return_index=True, return_inverse=True)
     packed = np.bincount(inverse.reshape(-1), short).astype(np.int64)
     return int((long * copies).sum() + (-(-packed // MAX_MESSAGE) * copies[at]).sum())
 

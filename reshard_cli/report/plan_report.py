@@ -25,12 +25,18 @@ def plan_report(
     Raises WeightsError or DocumentError as `build_plan` does.
     """
     began = time.perf_counter()
-    plans: dict[Mode, Plan] = {
-        one: build_plan(
-            jobs.source, jobs.destination, topology, one, staging=staging, allow_extra=allow_extra
+    plans: dict[Mode, Plan] = {}
+    for one in dict.fromkeys((mode, *MODES)):
+        known = plans.values() if one != mode else ()
+        plans[one] = build_plan(
+            jobs.source,
+            jobs.destination,
+            topology,
+            one,
+            staging=staging,
+            allow_extra=allow_extra,
+            known=known,
         )
-        for one in MODES
-    }
     traffic = {one: traffic_of(plan) for one, plan in plans.items()}
     predicted = {one: predict(traffic[one], DGX_H100) for one in MODES}
     plan, chosen = plans[mode], traffic[mode]
