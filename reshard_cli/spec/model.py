@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import StoredTensor
 from reshard_cli.spec.names import Pattern, fill, normalise, substitute, template_of
 
-__all__ = ["LogicalTensor", "Model", "model_of_checkpoint", "rename_model"]
+__all__ = ["LogicalTensor", "Model", "group_experts", "model_of_checkpoint", "rename_model"]
 
 # stands for every expert's number while a pattern is matched: no model has so many
 _ANY_EXPERT = "987654321"
@@ -79,8 +78,7 @@ def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
     Raises WeightsError where two stored names become one when normalised.
     """
     seen: dict[str, str] = {}
-    groups: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
-    tensors: list[LogicalTensor] = []
+    tensors = []
     for stored_name, tensor in stored.items():
         plain = normalise(stored_name)
         if plain in seen:
@@ -88,27 +86,38 @@ def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
                 f"{tensor.file}: {stored_name!r} and {seen[plain]!r} are one tensor, {plain!r}"
             )
         seen[plain] = stored_name
-        template, layer, expert = template_of(plain)
-        if expert is None:
-            tensors.append(LogicalTensor(plain, tensor.shape, tensor.dtype, layer))
+        tensors.append(LogicalTensor(plain, tensor.shape, tensor.dtype))
+    grouped = group_experts(tensors)
+    return Model(name, tuple(sorted(grouped, key=lambda tensor: _order(tensor.name))), origin=name)
+
+
+def group_experts(tensors: Iterable[LogicalTensor]) -> list[LogicalTensor]:
+    """Return the tensors with their layers, and the experts of each projection as one tensor.
+
+    Experts that differ in shape or dtype, or whose numbers have gaps, stay tensors of their own.
+    """
+    found: dict[str, LogicalTensor | dict[int, LogicalTensor]] = {}
+    for tensor in tensors:
+        template, layer, expert = template_of(tensor.name.replace("{expert}", _ANY_EXPERT))
+        if expert is None or tensor.has_experts:
+            found[tensor.name] = replace(tensor, layer=layer)
+            continue
+        experts = found.setdefault(fill(template, layer=layer), {})
+        if isinstance(experts, dict):
+            experts[expert] = replace(tensor, layer=layer)
+    grouped: list[LogicalTensor] = []
+    for name, one in found.items():
+        if isinstance(one, LogicalTensor):
+            grouped.append(one)
+            continue
+        kinds = {(tensor.shape, tensor.dtype) for tensor in one.values()}
+        if len(kinds) == 1 and sorted(one) == list(range(len(one))):
+            first = one[0]
+            shape = (len(one), *first.shape)
+            grouped.append(LogicalTensor(name, shape, first.dtype, first.layer, has_experts=True))
         else:
-            groups[fill(template, layer=layer)][expert] = tensor
-    for template, experts in groups.items():
-        tensors.extend(_experts(template, experts))
-    return Model(name, tuple(sorted(tensors, key=lambda tensor: _order(tensor.name))), origin=name)
-
-
-def _experts(template: str, experts: Mapping[int, StoredTensor]) -> list[LogicalTensor]:
-    """Return the one tensor of a projection's experts, or one for each where they differ or have gaps."""
-    layer = template_of(template.replace("{expert}", "0"))[1]
-    kinds = {(tensor.shape, tensor.dtype) for tensor in experts.values()}
-    if len(kinds) == 1 and sorted(experts) == list(range(len(experts))):
-        shape, dtype = next(iter(kinds))
-        return [LogicalTensor(template, (len(experts), *shape), dtype, layer, has_experts=True)]
-    return [
-        LogicalTensor(fill(template, expert=expert), tensor.shape, tensor.dtype, layer)
-        for expert, tensor in experts.items()
-    ]
+            grouped.extend(one.values())
+    return grouped
 
 
 def _order(name: str) -> tuple[tuple[int, str], ...]:

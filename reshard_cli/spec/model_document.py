@@ -28,7 +28,7 @@ from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.expressions import evaluate
 from reshard_cli.spec.headers import index_folder
 from reshard_cli.spec.located import KeyPath, Located
-from reshard_cli.spec.model import LogicalTensor, Model, model_of_checkpoint
+from reshard_cli.spec.model import LogicalTensor, Model, group_experts, model_of_checkpoint
 from reshard_cli.spec.names import expand_braces, fill, normalise, template_of
 
 __all__ = ["ModelDocument", "model_document_text", "read_model"]
@@ -171,15 +171,12 @@ class _Reader:
         experts: int,
     ) -> None:
         name = normalise(fill(template, layer=layer))
-        if layer is None:
-            # a name written out in full, as `layers.3.`, has its layer all the same
-            layer = template_of(name.replace("{expert}", "0"))[1]
         if name in self.tensors:
             if len(self.problems) < 100:
                 self.add(where, f"tensor {name!r} is named by two entries")
             return
         whole = (experts, *shape) if experts else shape
-        self.tensors[name] = LogicalTensor(name, whole, dtype, layer, has_experts=bool(experts))
+        self.tensors[name] = LogicalTensor(name, whole, dtype, has_experts=bool(experts))
 
 
 def read_model(path: Path) -> Model:
@@ -197,7 +194,7 @@ def read_model(path: Path) -> Model:
     problems += reader.problems
     if problems:
         raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
-    return Model(document.name, tuple(reader.tensors.values()), origin=str(path))
+    return Model(document.name, tuple(group_experts(reader.tensors.values())), origin=str(path))
 
 
 def model_document_text(model: Model, name: str) -> str:

@@ -63,10 +63,11 @@ class SyntheticSource:
             index = axis.reshape((-1,) + (1,) * (len(shape) - 1 - dim)) + index
             stride *= shape[dim]
         seed = hashlib.sha256(f"{name}/{self.version}".encode()).digest()
-        value = index * np.uint64(0x9E3779B97F4A7C15) + np.frombuffer(seed[:8], np.uint64)[0]
-        value ^= value >> np.uint64(29)
-        value *= np.uint64(0xBF58476D1CE4E5B9)
-        value ^= value >> np.uint64(32)
+        with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
+            value = index * np.uint64(0x9E3779B97F4A7C15) + np.frombuffer(seed[:8], np.uint64)[0]
+            value ^= value >> np.uint64(29)
+            value *= np.uint64(0xBF58476D1CE4E5B9)
+            value ^= value >> np.uint64(32)
         size = item_size(dtype)
         value &= np.uint64(_FINITE.get(dtype, (1 << (8 * size)) - 1))
         raw = value.astype(f"<u{size}").reshape([b - a for a, b in zip(lo, hi, strict=True)])
