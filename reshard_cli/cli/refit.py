@@ -11,6 +11,7 @@ from reshard_cli.cli.output import check_json_file, write_json
 from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.report.terminal import print_refit
+from reshard_cli.spec.headers import is_rank_folder
 
 __all__ = ["run_refit"]
 
@@ -24,7 +25,9 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
         check_json_file(json_file)
         parse_domain(options.domain)
         folder = Path(options.origin)
-        fallback = folder if options.origin != "synthetic" and folder.is_dir() else None
+        # rank files have an engine's storages and names; only a checkpoint's are the model's
+        checkpoint = options.origin != "synthetic" and folder.is_dir() and not is_rank_folder(folder)
+        fallback = folder if checkpoint else None
         return read_jobs(options.source, options.destination, options.model, fallback)
 
     under_torchrun = "RANK" in os.environ or "WORLD_SIZE" in os.environ

@@ -13,9 +13,10 @@ from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.spec.dtypes import item_size
+from reshard_cli.spec.headers import is_rank_folder
 from reshard_cli.weights.checkpoint import CheckpointSource, check_checkpoint
 from reshard_cli.weights.files import MappedFile
-from reshard_cli.weights.rank_folder import PendingFolder, is_rank_folder, rank_folder_source
+from reshard_cli.weights.rank_folder import PendingFolder, rank_folder_source
 from reshard_cli.weights.synthetic import SyntheticSource
 from reshard_cli.weights.windows import Source, StorageWindows
 

@@ -18,7 +18,7 @@ from typing import Any
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import DTYPE_OF_SAFETENSORS, item_size
 
-__all__ = ["StoredTensor", "index_folder", "read_header"]
+__all__ = ["StoredTensor", "index_folder", "is_rank_folder", "rank_file_name", "read_header"]
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
@@ -162,3 +162,13 @@ def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
             raise WeightsError(f"{index}: says that {name!r} is in {file}, which does not hold it")
         tensors[name] = headers[file][name]
     return tensors
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the file name of one rank's tensors in a rank folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def is_rank_folder(folder: Path) -> bool:
+    """Say whether the folder holds one file per rank and not a checkpoint."""
+    return (folder / rank_file_name(0)).is_file()

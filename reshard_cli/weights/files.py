@@ -19,12 +19,7 @@ from reshard_cli.errors import TransferError, WeightsError
 from reshard_cli.layout.storage import RankStorage
 from reshard_cli.spec.dtypes import SAFETENSORS_OF_DTYPE, item_size
 
-__all__ = ["MappedFile", "create_tensor_file", "rank_file_name"]
-
-
-def rank_file_name(rank: int) -> str:
-    """Return the file name of one rank's tensors in a rank folder."""
-    return f"rank-{rank:05d}.safetensors"
+__all__ = ["MappedFile", "create_tensor_file"]
 
 
 class MappedFile:

@@ -18,16 +18,11 @@ from reshard_cli.errors import DocumentError, TransferError, WeightsError
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.spec.dtypes import item_size
-from reshard_cli.spec.headers import read_header
-from reshard_cli.weights.files import MappedFile, create_tensor_file, rank_file_name
+from reshard_cli.spec.headers import rank_file_name, read_header
+from reshard_cli.weights.files import MappedFile, create_tensor_file
 from reshard_cli.weights.windows import StorageWindows
 
-__all__ = ["PendingFolder", "is_rank_folder", "rank_folder_source"]
-
-
-def is_rank_folder(folder: Path) -> bool:
-    """Say whether the folder holds one file per rank and not a checkpoint."""
-    return (folder / rank_file_name(0)).is_file()
+__all__ = ["PendingFolder", "rank_folder_source"]
 
 
 def rank_folder_source(folder: Path, layout: JobLayout, ranks: Sequence[int]) -> StorageWindows:
