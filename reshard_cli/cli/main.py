@@ -9,7 +9,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from reshard_cli import __version__
@@ -133,7 +132,7 @@ def refit(
     from reshard_cli.refit.prepare import RefitOptions
 
     if timeout <= 0:
-        raise click.BadParameter("must be more than 0 seconds", param_hint="--timeout")
+        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
     run_refit(
         RefitOptions(
             source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
@@ -187,7 +186,7 @@ def _root(
 
 def _bytes_of(mebibytes: float) -> int:
     if not 0 < mebibytes < 2**40:
-        raise click.BadParameter("must be more than 0 MiB", param_hint="--staging")
+        raise typer.BadParameter("must be more than 0 MiB", param_hint="--staging")
     return max(1, int(mebibytes * 2**20))
 
 

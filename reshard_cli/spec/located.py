@@ -19,6 +19,7 @@ __all__ = ["KeyPath", "Located", "key_text", "read_yaml"]
 KeyPath = tuple[str | int, ...]
 _MAX_BYTES = 8 << 20
 _MAX_DEPTH = 32
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
 
 
 @dataclass(slots=True)
@@ -64,15 +65,23 @@ def read_yaml(path: Path) -> Located:
     problems: list[Problem] = []
     located = Located(file, {})
     try:
+        aliases = [
+            event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.AliasEvent)
+        ]
+        if aliases:
+            message = "anchors and aliases are not taken; write the value out"
+            lines = [event.start_mark.line + 1 for event in aliases]
+            raise DocumentError(problems=[Problem(file, line, "", message) for line in lines])
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             where = node.start_mark.line + 1 if node is not None else 1
             raise DocumentError(problems=[Problem(file, where, "", "a document is a mapping (key: value)")])
         located.lines[()] = node.start_mark.line + 1
-        located.value = _plain(loader, node, (), located, problems, set())
+        located.value = _plain(loader, node, (), located, problems)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
+        ended = "stream end" in str(error.problem)
+        mark: Any = (error.context_mark if ended else None) or error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise DocumentError(problems=[Problem(file, line, "", f"not YAML: {what}")]) from error
     except yaml.YAMLError as error:
@@ -92,19 +101,17 @@ def _plain(
     path: KeyPath,
     located: Located,
     problems: list[Problem],
-    seen: set[int],
 ) -> Any:
     line = node.start_mark.line + 1
     located.lines.setdefault(path, line)
     if len(path) > _MAX_DEPTH:
         problems.append(Problem(located.file, line, key_text(path), "nested too deeply"))
         return None
-    if not isinstance(node, yaml.ScalarNode):
-        if id(node) in seen:
-            message = "anchors and aliases are not taken; write the value out"
-            problems.append(Problem(located.file, line, key_text(path), message))
-            return None
-        seen.add(id(node))
+    if node.tag not in _TAGS:
+        kind = node.tag.rpartition(":")[2]
+        message = f"a value of kind {kind!r} is not taken here; quote it if it is text"
+        problems.append(Problem(located.file, line, key_text(path), message))
+        return None
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -119,18 +126,12 @@ def _plain(
                 problems.append(Problem(located.file, key_line, key_text((*path, key)), message))
                 continue
             located.lines[(*path, key)] = key_line
-            mapping[key] = _plain(loader, value_node, (*path, key), located, problems, seen)
+            mapping[key] = _plain(loader, value_node, (*path, key), located, problems)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [
-            _plain(loader, item, (*path, index), located, problems, seen)
-            for index, item in enumerate(node.value)
+            _plain(loader, item, (*path, index), located, problems) for index, item in enumerate(node.value)
         ]
-    known = ("str", "int", "float", "bool", "null")
-    if node.tag.rpartition(":")[2] not in known:
-        message = f"a value of kind {node.tag.rpartition(':')[2]!r} is not taken here; quote it if it is text"
-        problems.append(Problem(located.file, line, key_text(path), message))
-        return None
     try:
         return loader.construct_object(node, deep=True)
     except ValueError as error:

@@ -29,7 +29,7 @@ from reshard_cli.spec.expressions import evaluate
 from reshard_cli.spec.headers import index_folder
 from reshard_cli.spec.located import KeyPath, Located
 from reshard_cli.spec.model import LogicalTensor, Model, group_experts, model_of_checkpoint
-from reshard_cli.spec.names import expand_braces, fill, normalise, template_of
+from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise, template_of
 
 __all__ = ["ModelDocument", "model_document_text", "read_model"]
 
@@ -125,6 +125,11 @@ class _Reader:
         if "*" in pattern:
             self.add(where, "a model names its tensors in full; `*` is not taken here")
             return
+        try:
+            Pattern(pattern)
+        except ValueError as error:
+            self.add(where, str(error))
+            return
         has_layer, has_expert = "{layer}" in pattern, "{expert}" in pattern
         experts = self.experts(where, entry) if has_expert else 0
         layers: list[int | None] = [None]
@@ -133,9 +138,6 @@ class _Reader:
         elif isinstance(entry, _TensorEntry) and entry.layers is not None:
             self.add((*where, "layers"), "the name has no {layer}")
         for template in expand_braces(pattern):
-            if "{" in fill(template, layer=0, expert=0):
-                self.add(where, "a brace is neither a choice {a,b} nor {layer} or {expert}")
-                return
             for layer in layers:
                 self.tensor(where, template, layer, shape, dtype or self.document.dtype, experts)
 

@@ -1,0 +1,272 @@
+"""Mistakes in documents: each is refused with its file, its line and what would be right.
+
+The line with the mistake ends in `#!`; a message has to name that line.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard_cli.errors import DocumentError
+from reshard_cli.refit.prepare import read_jobs
+from tests.support import run_cli
+
+MODEL = """\
+name: tiny
+dtype: float32
+sizes: {hidden: 8, layers: 4}
+ranges: {layer: layers, expert: 4}
+tensors:
+  embed.weight: [10, hidden]
+  "layers.{layer}.{q,k}.weight": [hidden, hidden]
+  "layers.{layer}.v.weight": [4, hidden]
+  "layers.{layer}.norm": [hidden]
+  "layers.{layer}.experts.{expert}.{gate,up}.weight": [6, hidden]
+"""
+GOOD = "name: infer\nranks: 1\ntensors: [{match: '*'}]\n"
+HEAD = "name: train\nranks: 4\nmeshes: {m: {pp: 2, tp: 2}}\n"
+REST = "tensors:\n  - match: '*'\n"
+STAGES = "pipeline: {layers: [2, 2], first: [embed.weight]}\n"
+QKV = "concat: ['layers.{layer}.{q,k,v}.weight']"
+
+LAYOUTS = {
+    "unknown key": (HEAD + "rank: 4 #!\n" + REST, "unknown key 'rank'; did you mean 'ranks'?"),
+    "unknown key of a rule": (HEAD + REST + "    plaice: {tp: shard(0)} #!\n", "did you mean 'place'?"),
+    "unknown key of a pipeline": (HEAD + "pipeline: {layer: [2, 2]} #!\n" + REST, "did you mean 'layers'?"),
+    "name missing": ("ranks: 4 #!\n" + REST, "key 'name' is missing"),
+    "ranks missing": ("name: train #!\n" + REST, "key 'ranks' is missing"),
+    "ranks as text": ("name: train\nranks: four #!\n" + REST, "must be a whole number, not 'four'"),
+    "ranks as a fraction": ("name: train\nranks: 4.5 #!\n" + REST, "must be a whole number"),
+    "no ranks": ("name: train\nranks: 0 #!\n" + REST, "at least 1, not 0"),
+    "negative domain": (HEAD + "domain: -8 #!\n" + REST, "at least 1, not -8"),
+    "rules as a mapping": (HEAD + "tensors: {match: '*'} #!\n", "must be a list"),
+    "meshes as a list": ("name: train\nranks: 4\nmeshes: [4] #!\n" + REST, "must be a mapping"),
+    "mesh of another size": (
+        "name: train\nranks: 4\nmeshes:\n  m: {pp: 2, tp: 3} #!\n" + REST, "2 * 3 = 6 is not the job's 4 ranks"),
+    "axis of size zero": ("name: train\nranks: 4\nmeshes:\n  m: {pp: 0, tp: 4} #!\n" + REST, "at least 1 coordinate"),
+    "mesh without axes": ("name: train\nranks: 4\nmeshes:\n  m: {} #!\n" + REST, "at least one axis"),
+    "unknown mesh": (HEAD + REST + "    mesh: dense #!\n", "no mesh 'dense'; meshes: m"),
+    "unknown axis": (HEAD + REST + "    place: {ep: shard(0)} #!\n", "no axis 'ep'; axes: pp, tp"),
+    "unknown placement": (HEAD + REST + "    place: {tp: split(0)} #!\n", "'split(0)' is no placement"),
+    "partial placement": (HEAD + REST + "    place: {tp: partial} #!\n", "write one of: shard(DIM)"),
+    "placement without a dim": (HEAD + REST + "    place: {tp: shard()} #!\n", "'shard()' is no placement"),
+    "parts that do not divide": (
+        HEAD + REST + "    place: {tp: 'shard(0, parts=3)'} #!\n", "3 parts do not divide the axis of 2"),
+    "no parts": (HEAD + REST + "    place: {tp: 'shard(0, parts=0)'} #!\n", "parts must be at least 1"),
+    "dim that no tensor has": (
+        HEAD + REST + "    place: {tp: shard(7)} #!\n", "shard(7) of tensor 'embed.weight', which has 2 dims"),
+    "dim below all": (HEAD + REST + "    place: {tp: shard(-3)} #!\n", "shard(-3)"),
+    "stage without a pipeline": (HEAD + REST + "    place: {pp: stage} #!\n", "needs the document's `pipeline`"),
+    "two stages": (HEAD + STAGES + REST + "    place: {pp: stage, tp: stage} #!\n", "two axes are `stage`"),
+    "fewer stages than coordinates": (
+        HEAD + "pipeline: {layers: [4], first: ['*']}\n" + REST + "    place: {pp: stage} #!\n",
+        "the axis has 2 coordinates, pipeline.layers names 1"),
+    "stages that do not add up": (
+        HEAD + "pipeline: {layers: [2, 3]} #!\n" + REST + "    place: {pp: stage}\n",
+        "the stages hold 5 layers in all, the model has 4"),
+    "negative stage": (HEAD + "pipeline:\n  layers:\n    - 5\n    - -1 #!\n" + REST, "0 or more layers, not -1"),
+    "tensor without a stage": (
+        HEAD + "pipeline: {layers: [2, 2]}\n" + REST + "    place: {pp: stage} #!\n",
+        "'embed.weight' has no layer and is in neither pipeline.first nor pipeline.last"),
+    "unmatched tensor": (HEAD + "tensors: #!\n  - match: 'layers.*'\n", "no rule matches tensor 'embed.weight'"),
+    "no rules": (HEAD.replace("name: train", "name: train #!"), "nothing says what the ranks hold"),
+    "empty pattern": (HEAD + "tensors:\n  - match: '' #!\n", "an empty pattern matches nothing"),
+    "open brace": (HEAD + "tensors:\n  - match: 'layers.{q,k.weight' #!\n", "a brace is open"),
+    "brace with one choice": (HEAD + "tensors:\n  - match: 'layers.{q}.*' #!\n", "neither a choice like {q,k} nor"),
+    "rule for some experts": (
+        HEAD + "tensors:\n  - match: 'layers.{layer}.experts.0.*' #!\n  - match: '*'\n", "matches only some experts"),
+    "experts that are none": (HEAD + REST + "    place: {tp: expert} #!\n", "'embed.weight' has no experts to cut"),
+    "unknown dtype": (HEAD + "dtype: bf16 #!\n" + REST, "unknown dtype 'bf16'; write 'bfloat16'"),
+    "unknown dtype of a rule": (HEAD + REST + "    dtype: fp8_e4m3 #!\n", "unknown dtype 'fp8_e4m3'"),
+    "padding of a dim by name": (HEAD + REST + "    pad: {rows: 64} #!\n", "a dim is a whole number from 0"),
+    "padding to no multiple": (HEAD + REST + "    pad: {0: 0} #!\n", "a multiple is at least 1, not 0"),
+    "padding of a dim that is not there": (HEAD + REST + "    pad: {5: 64} #!\n", "has 2 dims"),
+    "unknown padding": (HEAD + REST + "    padding: poison #!\n", "must be 'zero' or 'keep'"),
+    "unknown route": (HEAD + REST + "    route: carrier-pigeon #!\n", "must be 'broadcast' or 'reshard'"),
+    "storage of nothing": (HEAD + REST + "storage:\n  - tensor: x #!\n", "either `concat` (a list of patterns) or"),
+    "storage without a name": (HEAD + REST + f"storage:\n  - {QKV} #!\n", "key 'tensor' is missing"),
+    "operand that is missing": (
+        HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.{layer}.{q,gone}.weight'] #!\n",
+        "no tensor of the model is 'layers.0.gone.weight' (and 3 more tensors)"),
+    "operand with a star": (HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.*'] #!\n", "named in full"),
+    "operands that differ in another dim": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    dim: 1\n    {QKV} #!\n", "differ in another dim than 1"),
+    "dim that the operands lack": (
+        HEAD + REST + "storage:\n  - tensor: 'x.{layer}'\n    concat: ['layers.{layer}.norm']\n    dim: 3 #!\n",
+        "has no dim 3"),
+    "stack of what has no experts": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n    dim: 1\n    stack: expert #!\n", "no experts to stack"),
+    "stack along the experts": (
+        HEAD + REST + "storage:\n  - tensor: 'x.{layer}'\n    stack: expert\n    dim: 0 #!\n"
+        "    concat: ['layers.{layer}.experts.{expert}.{gate,up}.weight']\n", "dim 0 of a stack is the expert"),
+    "stack named by expert": (
+        HEAD + REST + "storage:\n  - tensor: 'x.{layer}.{expert}' #!\n    stack: expert\n    dim: 1\n"
+        "    concat: ['layers.{layer}.experts.{expert}.{gate,up}.weight']\n", "leave {expert} out"),
+    "operands placed differently": (
+        HEAD + "tensors:\n  - {match: '*.q.weight', place: {tp: shard(1)}}\n  - match: '*'\n"
+        f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV} #!\n", "do not fit along dim 0"),
+    "operands on other ranks": (
+        HEAD + STAGES + "tensors:\n  - {match: '*.q.weight', place: {pp: stage}}\n  - match: '*'\n"
+        f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV} #!\n", "holds only some of its operands"),
+    "groups that do not divide": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n    interleave: 3 #!\n", "no multiple of 3 groups"),
+    "one name for all layers": (
+        HEAD + REST + f"storage:\n  - tensor: qkv #!\n    {QKV}\n", "would both be 'qkv' on rank 0"),
+    "operands of other dtypes": (
+        HEAD + "tensors:\n  - {match: '*.q.weight', dtype: bfloat16}\n  - match: '*'\n"
+        f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV} #!\n", "operands differ in dtype"),
+    "piece of an unknown tensor": (
+        HEAD + REST + "pieces:\n  - {tensor: head, rank: 0, box: [[0, 1]]} #!\n", "the model has no tensor 'head'"),
+    "piece on no rank": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 4, box: [[0, 10], [0, 8]]} #!\n", "ranks 0 to 3, not 4"),
+    "piece of other dims": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 0, box: [[0, 10]]} #!\n", "has 1 dims"),
+    "piece outside the tensor": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 0, box: [[0, 10], [0, 9]]} #!\n",
+        "dim 1 stops at 9, the tensor at 8"),
+    "piece that ends before it starts": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 0, box: [[5, 2], [0, 8]]} #!\n", "0 <= start <= stop"),
+    "piece with three corners": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 0, box: [[0, 2, 4], [0, 8]]} #!\n", "[start, stop] per dim"),
+    "piece held twice": (
+        HEAD + REST + "pieces:\n  - {tensor: embed.weight, rank: 0, box: [[0, 6], [0, 8]]} #!\n"
+        "  - {tensor: embed.weight, rank: 0, box: [[5, 10], [0, 8]]}\n", "holds elements of 'embed.weight' twice"),
+    "alias of itself": (HEAD + REST + "alias: {embed.weight: embed.weight} #!\n", "cannot be its own alias"),
+    "alias of an alias": (HEAD + REST + "alias:\n  a: b #!\n  b: embed.weight\n", "is an alias itself"),
+    "alias of nothing": (HEAD + REST + "alias: {head: tail} #!\n", "the model has no tensor 'tail'"),
+    "alias of another shape": (
+        HEAD + REST + "alias: {layers.0.norm: embed.weight} #!\n", "[8] cannot equal 'embed.weight' [10, 8]"),
+    "rename with a star too many": (HEAD + REST + "rename: {'model.*': '*.*'} #!\n", "more `*` than the pattern"),
+    "model that is not there": (HEAD + "model: nowhere.yaml #!\n" + REST, "does not exist"),
+    "key twice": (HEAD + REST + "domain: 8\ndomain: 4 #!\n", "key 'domain' stands twice"),
+    "anchor": (HEAD + "tensors:\n  - &a {match: '*'}\n  - *a #!\n", "anchors and aliases are not taken"),
+    "tag that would execute": (HEAD + REST + "dtype: !!python/object/apply:os.system ['true'] #!\n", "is not taken here"),
+    "date for a name": ("name: 2026-12-01 #!\nranks: 1\n" + REST, "quote it if it is text"),
+    "not YAML": (HEAD + "tensors: [{match: '*'} #!\n", "not YAML"),
+    "tab": (HEAD + "tensors:\n\t- match: '*' #!\n", "not YAML"),
+    "list at the top": ("- name: train #!\n", "a document is a mapping"),
+    "nothing": ("", "a document is a mapping"),
+}  # fmt: skip
+
+MODELS = {
+    "unknown size": (MODEL + "  head: [hiden, 4] #!\n", "no size is named 'hiden'"),
+    "division by zero": (MODEL + "  head: [hidden // 0] #!\n", "divides by zero"),
+    "true division": (MODEL + "  head: [hidden / 2] #!\n", "write // "),
+    "negative dim": (MODEL + "  head: [hidden - 9] #!\n", "must be at least 0"),
+    "call": (MODEL + "  head: [\"__import__('os').getpid()\"] #!\n", "uses more than sizes"),
+    "power": (MODEL + "  head: [hidden ** 9] #!\n", "uses more than sizes"),
+    "fraction": (MODEL + "  head: [1.5] #!\n", "1.5"),
+    "larger than any tensor": (MODEL + "  head: [hidden * 10000000000 * 10000000000] #!\n", "larger than 2**62"),
+    "long expression": (MODEL + f"  head: ['{'1+' * 400}1'] #!\n", "more than 500 characters"),
+    "unknown dtype": (MODEL.replace("dtype: float32", "dtype: half #!"), "unknown dtype 'half'; write 'float16'"),
+    "unknown dtype of a tensor": (MODEL + "  head: {shape: [1], dtype: int4} #!\n", "unknown dtype 'int4'"),
+    "tensor of two entries": (MODEL + "  'layers.{layer}.q.weight': [1] #!\n", "is named by two entries"),
+    "star": (MODEL + "  'layers.*.x': [1] #!\n", "names its tensors in full"),
+    "brace": (MODEL + "  'layers.{block}.x': [1] #!\n", "neither a choice like {q,k} nor a capture"),
+    "range missing": (
+        "name: m\ndtype: float32\ntensors:\n  'layers.{layer}.x': [1] #!\n", "{layer} needs `ranges: {layer: ...}`"),
+    "layer outside": (
+        MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: [3, 4] #!\n", "layer 4 is not among"),
+    "layer twice": (MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: [3, 3] #!\n", "a layer stands twice"),
+    "layers of a name without one": (MODEL + "  head: {shape: [1], layers: [0]} #!\n", "the name has no {layer}"),
+    "unknown key": (MODEL + "  head: {shape: [1], type: int8} #!\n", "unknown key 'type'"),
+    "shape missing": (MODEL + "  head: {dtype: int8} #!\n", "key 'shape' is missing"),
+    "shape as text": (MODEL + "  head: '[1]' #!\n", "must be"),
+    "no tensors": ("name: m\ndtype: float32\ntensors: {} #!\n", "at least 1 item"),
+    "dtype missing": ("name: m #!\ntensors: {a: [1]}\n", "key 'dtype' is missing"),
+}  # fmt: skip
+
+
+def marked_line(text: str) -> int:
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("#!")]
+    return lines[0] if lines else 1
+
+
+@pytest.fixture(name="written")
+def write_documents(tmp_path):
+    def write(layout: str = HEAD + REST, model: str = MODEL):
+        (tmp_path / "model.yaml").write_text(model)
+        (tmp_path / "train.yaml").write_text(layout)
+        (tmp_path / "infer.yaml").write_text(GOOD)
+        return tmp_path / "train.yaml", tmp_path / "infer.yaml", tmp_path / "model.yaml"
+
+    return write
+
+
+def test_the_documents_without_a_mistake_are_read(written):
+    assert read_jobs(*written()).source.num_ranks == 4
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_a_mistake_in_a_layout_is_refused_at_its_line(written, what):
+    text, words = LAYOUTS[what]
+    source, destination, model = written(text)
+    if "model:" in text:
+        model = None
+    with pytest.raises(DocumentError) as caught:
+        read_jobs(source, destination, model)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert words in message
+    at = next(line for line in message.splitlines() if words in line)
+    assert f"train.yaml:{marked_line(text)}:" in at
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_mistake_in_a_model_is_refused_at_its_line(written, what):
+    text, words = MODELS[what]
+    with pytest.raises(DocumentError) as caught:
+        read_jobs(*written(model=text))
+    message = str(caught.value)
+    at = next((line for line in message.splitlines() if words in line), message)
+    assert words in at
+    assert f"model.yaml:{marked_line(text)}:" in at
+
+
+def test_all_mistakes_of_both_documents_are_told_at_once(written):
+    text = HEAD + "domian: 8\ntensors:\n  - {match: '*', place: {tq: shard(0)}}\n  - {mesh: n, match: 'a{'}\n"
+    source, destination, model = written(text)
+    destination.write_text("name: infer\nranks: 1\ntensors: [{match: '*', dtype: f7}]\n")
+    with pytest.raises(DocumentError) as caught:
+        read_jobs(source, destination, model)
+    places = [(problem.file.rpartition("/")[2], problem.line) for problem in caught.value.problems]
+    assert places == [
+        ("train.yaml", 4), ("train.yaml", 6), ("train.yaml", 7), ("train.yaml", 7), ("infer.yaml", 3),
+    ]  # fmt: skip
+
+
+def test_a_file_that_is_no_text_or_not_there_is_refused(written, tmp_path):
+    source, destination, model = written()
+    source.write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(DocumentError, match="not UTF-8"):
+        read_jobs(source, destination, model)
+    with pytest.raises(DocumentError, match="cannot be read: No such file"):
+        read_jobs(tmp_path / "nothing.yaml", destination, model)
+    with pytest.raises(DocumentError, match="names no `model`"):
+        read_jobs(destination, destination, None)
+
+
+@pytest.mark.parametrize(
+    "what", ["unknown key", "mesh of another size", "unmatched tensor", "not YAML", "key twice"]
+)
+def test_the_command_line_ends_with_two_and_one_message(written, what):
+    text, words = LAYOUTS[what]
+    source, destination, model = written(text)
+    done = run_cli("plan", source, destination, "--model", model)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--mode", "magic"], ["--stagin", "4"], ["--domain", "zero"], ["--domain", "auto"], ["--staging", "0"]],
+    ids=" ".join,
+)
+def test_a_wrong_flag_ends_with_two(written, flags):
+    source, destination, model = written()
+    done = run_cli("plan", source, destination, "--model", model, *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,91 @@
+"""Names: what is normalised away, what patterns match, where the layer and the expert stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard_cli.spec.expressions import evaluate
+from reshard_cli.spec.names import Pattern, expand_braces, normalise, template_of
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_orig_mod.model.norm", "model.norm"),
+        ("model._fsdp_wrapped_module.norm", "model.norm"),
+        ("model.layers.0._checkpoint_wrapped_module.w", "model.layers.0.w"),
+        ("module.module.norm", "norm"),
+        ("model.module.norm", "model.module.norm"),
+    ],
+)
+def test_wrappers_leave_a_name_and_nothing_else_does(name, plain):
+    assert normalise(name) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        (
+            "model.layers.12.mlp.experts.3.up.weight",
+            ("model.layers.{layer}.mlp.experts.{expert}.up.weight", 12, 3),
+        ),
+        (
+            "encoder.layer.0.attention.self.query.bias",
+            ("encoder.layer.{layer}.attention.self.query.bias", 0, None),
+        ),
+        ("experts.5.w", ("experts.{expert}.w", None, 5)),
+        ("lm_head.weight", ("lm_head.weight", None, None)),
+        ("h.1.blocks.2.w", ("h.{layer}.blocks.2.w", 1, None)),
+    ],
+)
+def test_the_layer_is_the_first_number_and_the_expert_the_one_after_experts(name, template):
+    assert template_of(name) == template
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("*", "a.b.c", None),
+        ("layers.{layer}.{q,k}.w", "layers.10.k.w", "layers.10.v.w"),
+        ("layers.{layer}.w", "layers.0.w", "layers.x.w"),
+        ("*.experts.{expert}.*", "m.experts.3.up", "m.experts.up"),
+        ("a.b", "a.b", "a_b"),
+        ("{a,b}_{c,d}", "b_c", "a_b"),
+    ],
+)
+def test_a_pattern_matches_whole_names(pattern, yes, no):
+    assert Pattern(pattern).matches(yes)
+    assert no is None or not Pattern(pattern).matches(no)
+
+
+def test_choices_expand_in_the_order_written_and_captures_stay():
+    assert expand_braces("l.{layer}.{q,k,v}.w") == ["l.{layer}.q.w", "l.{layer}.k.w", "l.{layer}.v.w"]
+    assert expand_braces("{a,b}.{c,d}") == ["a.c", "a.d", "b.c", "b.d"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("heads * (nope + rope)", 24), ("7", 7), (7, 7), ("ceil_div(heads, 3)", 2), ("-heads + 10 // 3", -1)],
+)
+def test_expressions_are_whole_number_arithmetic_of_named_sizes(expression, value):
+    assert evaluate(expression, {"heads": 4, "nope": 4, "rope": 2}) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "open('x')",
+        "().__class__",
+        "heads.real",
+        "[1][0]",
+        "1 if 1 else 2",
+        "lambda: 1",
+        "2 ** 9",
+        "True",
+        "1.0",
+        "",
+    ],
+)
+def test_expressions_are_nothing_more(expression):
+    with pytest.raises(ValueError):
+        evaluate(expression, {"heads": 4})
