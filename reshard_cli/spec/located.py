@@ -79,9 +79,10 @@ def read_yaml(path: Path) -> Located:
         located.lines[()] = node.start_mark.line + 1
         located.value = _plain(loader, node, (), located, problems)
     except yaml.MarkedYAMLError as error:
-        ended = "stream end" in str(error.problem)
-        mark: Any = (error.context_mark if ended else None) or error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else 1
+        marks = [error.problem_mark, error.context_mark]
+        if "stream end" in str(error.problem):
+            marks.reverse()  # what was never closed is of more use than where the file ends
+        line = next((mark.line + 1 for mark in marks if mark is not None), 1)
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise DocumentError(problems=[Problem(file, line, "", f"not YAML: {what}")]) from error
     except yaml.YAMLError as error:
