@@ -70,7 +70,7 @@ def read_yaml(path: Path) -> Located:
         ]
         if aliases:
             message = "anchors and aliases are not taken; write the value out"
-            lines = [event.start_mark.line + 1 for event in aliases]
+            lines = [event.start_mark.line + 1 for event in aliases if event.start_mark is not None]
             raise DocumentError(problems=[Problem(file, line, "", message) for line in lines])
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
