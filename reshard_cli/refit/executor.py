@@ -66,6 +66,7 @@ class RankExecutor:
         self.rank = schedule.rank
         self.source = source
         self.destination = destination
+        self._device = device
         self._dtypes = [(pair.name, pair.wire_dtype) for pair in plan.pairs]
         self._rounds = [self._prepared(blocks) for blocks in schedule.rounds]
         self.peak_staging_bytes = max((one.staged for one in self._rounds), default=0)
@@ -104,6 +105,8 @@ class RankExecutor:
             if holder is not None and not isinstance(holder, SyntheticSource):
                 name, dtype = self._dtypes[fragment.tensor]
                 place = contiguous_bytes(holder, name, fragment, dtype)
+                if place is not None and place.device.type != self._device.type:
+                    place = None  # a checkpoint's mapped bytes go through the arena on the GPU
         return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes)
 
     def _bytes(self, slot: _Slot) -> Tensor:

@@ -227,7 +227,7 @@ class _Session:
         self.control.phase("connecting")
         self.transport = open_transport(
             self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
-            self.options.timeout, self.device,
+            self.options.timeout,
         )  # fmt: skip
         self.control.barrier("connected", "connecting")
         iterations = []

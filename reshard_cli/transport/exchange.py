@@ -135,12 +135,11 @@ class _NcclPending:
 class NcclTransport:
     """Point-to-point over an NCCL communicator; the messages of a phase are one grouped launch."""
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float, device: torch.device) -> None:
-        """Make the communicator. It is built lazily by NCCL: the first exchange of a pair is slow."""
+    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float) -> None:
+        """Make the communicator, on the current device. It is built lazily by NCCL: the first exchange of a pair is slow."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.ProcessGroupNCCL(prefixed("nccl", store), rank, num_ranks, options)
-        self._device = device
         self._timeout = timeout
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -149,10 +148,10 @@ class NcclTransport:
         if not chosen:
             return _NcclPending(None, [], self._timeout)
         try:
-            self._group._start_coalescing(self._device)
+            self._group._start_coalescing()
             for message, post in chosen:
                 post([message.data], message.peer, 0)
-            work = self._group._end_coalescing(self._device)
+            work = self._group._end_coalescing()
         except RuntimeError as error:
             raise PeerLostError(f"starting an exchange: {str(error).splitlines()[0]}") from error
         return _NcclPending(work, sorted({message.peer for message, _ in chosen}), self._timeout)
@@ -161,10 +160,7 @@ class NcclTransport:
         self._group.shutdown()
 
 
-def open_transport(
-    backend: str, store: Store, rank: int, num_ranks: int, timeout: float, device: torch.device
-) -> Transport:
-    """Return the transport of this backend, connected to all ranks."""
-    if backend == "nccl":
-        return NcclTransport(store, rank, num_ranks, timeout, device)
-    return GlooTransport(store, rank, num_ranks, timeout)
+def open_transport(backend: str, store: Store, rank: int, num_ranks: int, timeout: float) -> Transport:
+    """Return the transport of this backend, connected to all ranks; NCCL uses the current CUDA device."""
+    kind = NcclTransport if backend == "nccl" else GlooTransport
+    return kind(store, rank, num_ranks, timeout)
