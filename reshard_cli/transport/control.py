@@ -60,6 +60,7 @@ class Control:
         self.timeout = timeout
         self.name_of = name_of
         self._phase = "starting"
+        self._read: list[str] = []  # keys that every rank has read once a later gather is complete
 
     # ---- phases and failures ---------------------------------------------------------------------
 
@@ -148,14 +149,16 @@ class Control:
         keys = {f"{key}/{rank}": rank for rank in range(self.num_ranks)}
         self.wait(dict(keys), what)
         values = [json.loads(self.store.get(name)) for name in keys]
-        for name in keys:
+        for name in [*keys, *self._read]:
             self.store.delete_key(name)
+        self._read.clear()
         return values
 
     def share(self, key: str, value: Any, what: str) -> Any:
         """Give rank 0's value to every rank. `value` counts on rank 0 only."""
         if self.rank == 0:
             self.store.set(key, json.dumps(value))
+            self._read.append(key)
             return value
         self.wait({key: 0}, what, extra=5.0)
         return json.loads(self.store.get(key))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.refit.test_memory import anonymous
 from tests.support import end_group, model_document, run_cli, start_cli, write_yaml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -282,3 +283,21 @@ def test_fifty_refits_in_a_loop_stay_right_and_leave_nothing(documents, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_loop_grows_in_nothing(documents):
+    process, ranks = looping(documents)
+    try:
+        samples = []
+        for _ in range(2):
+            time.sleep(4)
+            samples.append([(_threads(pid), _descriptors(pid), anonymous(pid)) for pid in ranks])
+    finally:
+        end_group(process)
+    for before, after in zip(*samples, strict=True):
+        assert after[:2] == before[:2]
+        assert after[2] - before[2] < 8 << 20
+
+
+def _descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
