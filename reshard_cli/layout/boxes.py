@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "disjoint", "make_disjoint", "overlaps", "unique_boxes", "volumes"]
+__all__ = ["Intervals", "Ints", "disjoint", "make_disjoint", "overlaps", "unique_boxes", "volumes"]
 
 Ints = NDArray[np.int64]
 
@@ -27,30 +28,50 @@ def unique_boxes(lo: Ints, hi: Ints) -> tuple[Ints, Ints, Ints]:
     return both[:, :dims], both[:, dims:], inverse.reshape(-1).astype(np.int64)
 
 
-def overlaps(lo: Ints, hi: Ints, other_lo: Ints, other_hi: Ints) -> tuple[Ints, Ints]:
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Boxes by dim: the distinct [start, stop) of each dim, and which of them each box has there."""
+
+    num_boxes: int
+    distinct: tuple[Ints, ...]
+    index: tuple[Ints, ...]
+
+    @classmethod
+    def of(cls, lo: Ints, hi: Ints) -> Intervals:
+        """Return the intervals of these boxes."""
+        found = [
+            np.unique(np.stack([lo[:, dim], hi[:, dim]], 1), axis=0, return_inverse=True)
+            for dim in range(lo.shape[1])
+        ]
+        return cls(
+            len(lo),
+            tuple(distinct for distinct, _ in found),
+            tuple(index.reshape(-1).astype(np.int64) for _, index in found),
+        )
+
+
+def overlaps(one: Intervals, other: Intervals) -> tuple[Ints, Ints]:
     """Return the index pairs (i, j) of boxes that share an element with one of the other boxes.
 
     Compares the distinct intervals of each dim and combines the dims' answers, so the cost per pair of
     boxes is one byte and one operation per dim.
     """
-    mask = np.ones((len(lo), len(other_lo)), bool)
-    for dim in range(lo.shape[1]):
-        mine, my_index = np.unique(np.stack([lo[:, dim], hi[:, dim]], 1), axis=0, return_inverse=True)
-        theirs, index = np.unique(
-            np.stack([other_lo[:, dim], other_hi[:, dim]], 1), axis=0, return_inverse=True
-        )
+    mask = np.ones((one.num_boxes, other.num_boxes), bool)
+    for mine, theirs, my_index, their_index in zip(
+        one.distinct, other.distinct, one.index, other.index, strict=True
+    ):
         start = np.maximum(mine[:, None, 0], theirs[None, :, 0])
-        stop = np.minimum(mine[:, None, 1], theirs[None, :, 1])
-        if len(mine) == 1 and len(theirs) == 1 and start[0, 0] < stop[0, 0]:
-            continue
-        mask &= (start < stop)[np.ix_(my_index.reshape(-1), index.reshape(-1))]
+        shared = start < np.minimum(mine[:, None, 1], theirs[None, :, 1])
+        if not shared.all():
+            mask &= shared[np.ix_(my_index, their_index)]
     first, second = np.nonzero(mask)
     return first.astype(np.int64), second.astype(np.int64)
 
 
 def disjoint(lo: Ints, hi: Ints) -> bool:
     """Say whether no two of these boxes share an element."""
-    first, second = overlaps(lo, hi, lo, hi)
+    intervals = Intervals.of(lo, hi)
+    first, second = overlaps(intervals, intervals)
     return bool(np.all(first == second))
 
 

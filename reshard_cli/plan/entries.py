@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard_cli.errors import WeightsError
-from reshard_cli.layout.boxes import Ints, make_disjoint, overlaps, unique_boxes, volumes
+from reshard_cli.layout.boxes import Intervals, Ints, make_disjoint, overlaps, unique_boxes, volumes
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.balance import RankSets
 from reshard_cli.plan.pairs import TensorPair
@@ -91,6 +91,7 @@ class _Side:
     lo: Ints
     hi: Ints
     ranks: list[tuple[int, ...]]
+    intervals: Intervals
 
 
 def intersect(
@@ -121,7 +122,7 @@ def intersect(
             want = _whole(first.shape, topology.destination)
         else:
             want = _side(sides, destination, key[1], topology.destination, "destination")
-        mine, theirs = overlaps(have.lo, have.hi, want.lo, want.hi)
+        mine, theirs = overlaps(have.intervals, want.intervals)
         lo = np.maximum(have.lo[mine], want.lo[theirs])
         hi = np.minimum(have.hi[mine], want.hi[theirs])
         size = volumes(lo, hi)
@@ -187,14 +188,20 @@ def _side(
         owners: list[set[int]] = [set() for _ in range(len(unique_lo))]
         for box, one in zip(inverse.tolist(), world[rank].tolist(), strict=True):
             owners[box].add(one)
-        cache[which, geometries] = _Side(unique_lo, unique_hi, [tuple(sorted(ranks)) for ranks in owners])
+        cache[which, geometries] = _Side(
+            unique_lo,
+            unique_hi,
+            [tuple(sorted(ranks)) for ranks in owners],
+            Intervals.of(unique_lo, unique_hi),
+        )
     return cache[which, geometries]
 
 
 def _whole(shape: tuple[int, ...], world: Ints) -> _Side:
     dims = len(shape)
     everybody = tuple(world.tolist())
-    return _Side(np.zeros((1, dims), np.int64), np.array(shape, np.int64).reshape(1, dims), [everybody])
+    lo, hi = np.zeros((1, dims), np.int64), np.array(shape, np.int64).reshape(1, dims)
+    return _Side(lo, hi, [everybody], Intervals.of(lo, hi))
 
 
 def _check_cover(source: JobLayout, pair: TensorPair, want: _Side, theirs: Ints, size: Ints) -> None:

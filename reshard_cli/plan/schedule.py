@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 BIG_FRAGMENT = 1 << 18  # bytes from which a fragment is a message of its own
+_COUNTED = 1 << 20  # streams times rounds up to which every message is counted
 MAX_MESSAGE = 1 << 30  # bytes; longer ones are sent as several, as transports count in 32 bits
 
 
@@ -172,23 +173,21 @@ def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
     return RankSchedule(rank, [[found[key] for key in sorted(found)] for found in blocks])
 
 
-def _edges(plan: Plan, chosen: Ints) -> Ints:
-    """Return the line positions [streams, rounds + 1] at which the chosen streams pass to the next round."""
-    start, stop = plan.streams.start[chosen], plan.streams.stop[chosen]
-    step = np.arange(plan.num_rounds + 1, dtype=np.int64)
-    size = stop - start
-    whole, rest = size // plan.num_rounds, size % plan.num_rounds
-    raw = start[:, None] + whole[:, None] * step + rest[:, None] * step // plan.num_rounds
+def _edges(plan: Plan, chosen: Ints, steps: Ints) -> Ints:
+    """Return the line positions [streams, steps] at which round `step` of each chosen stream begins."""
+    start, stop = plan.streams.start[chosen][:, None], plan.streams.stop[chosen][:, None]
+    whole, rest = (stop - start) // plan.num_rounds, (stop - start) % plan.num_rounds
+    raw = start + whole * steps + rest * steps // plan.num_rounds
     edges = round_positions(plan.entries, plan.round_quantum, raw.reshape(-1)).reshape(raw.shape)
-    edges[:, 0], edges[:, -1] = start, stop
-    clipped: Ints = np.clip(edges, start[:, None], stop[:, None])
+    edges = np.where(steps == 0, start, np.where(steps == plan.num_rounds, stop, edges))
+    clipped: Ints = np.clip(edges, start, stop)
     return clipped
 
 
-def _segments(plan: Plan, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return (stream, round, entry, first, last): the bytes first..last of each entry in each round."""
-    edges = _edges(plan, chosen)
-    low, high = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
+def _segments(plan: Plan, chosen: Ints, rounds: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return (stream, round, entry, first, last): the bytes first..last of each entry in these rounds."""
+    low = _edges(plan, chosen, rounds).reshape(-1)
+    high = _edges(plan, chosen, rounds + 1).reshape(-1)
     kept = np.nonzero(high > low)[0]
     low, high = low[kept], high[kept]
     starts = plan.entries.start
@@ -201,14 +200,15 @@ def _segments(plan: Plan, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     begin = np.maximum(low[interval], starts[entry]) - starts[entry]
     end = np.minimum(high[interval], starts[entry + 1]) - starts[entry]
     where = kept[interval]
-    return where // plan.num_rounds, where % plan.num_rounds, entry, begin, end
+    return where // len(rounds), rounds[where % len(rounds)], entry, begin, end
 
 
 def _fragments(plan: Plan, chosen: Ints) -> Iterator[tuple[int, int, Fragment]]:
     """Yield (position in chosen, round, fragment) in line order."""
     entries = plan.entries
     boxes: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    columns = [column.tolist() for column in _segments(plan, chosen)]
+    every = np.arange(plan.num_rounds, dtype=np.int64)
+    columns = [column.tolist() for column in _segments(plan, chosen, every)]
     for stream, number, entry, begin, end in zip(*columns, strict=True):
         index = int(entries.tensor_class[entry])
         one = entries.classes[index]
@@ -270,12 +270,18 @@ def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
 
 
 def count_messages(plan: Plan) -> int:
-    """Return the number of messages of one refit, over all ranks and rounds."""
+    """Return the number of messages of one refit, over all ranks and rounds.
+
+    A plan of very many streams and rounds is counted in some of its rounds, evenly spread, and scaled up:
+    rounds are equal parts of the same streams.
+    """
     streams, entries = plan.streams, plan.entries
     moving = np.nonzero(streams.kind != LOCAL)[0].astype(np.int64)
     if not len(moving):
         return 0
-    stream, number, entry, begin, end = _segments(plan, moving)
+    counted = min(plan.num_rounds, max(1, _COUNTED // len(moving)))
+    rounds = np.arange(counted, dtype=np.int64) * plan.num_rounds // counted
+    stream, number, entry, begin, end = _segments(plan, moving, rounds)
     size = entries.box_bytes[entry]
     first, last = begin // size, (end - 1) // size
     head = np.where(first == last, end - begin, size - begin % size)
@@ -292,7 +298,8 @@ def count_messages(plan: Plan) -> int:
     block = np.concatenate([[0], np.cumsum(new)])[chosen]
     _, at, inverse = np.unique(block * plan.num_rounds + number, return_index=True, return_inverse=True)
     packed = np.bincount(inverse.reshape(-1), short).astype(np.int64)
-    return int((long * copies).sum() + (-(-packed // MAX_MESSAGE) * copies[at]).sum())
+    found = int((long * copies).sum() + (-(-packed // MAX_MESSAGE) * copies[at]).sum())
+    return found * plan.num_rounds // counted
 
 
 def _messages_of(size: Ints) -> Ints:

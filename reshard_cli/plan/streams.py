@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.plan.balance import Floats, RankSets, best_maximum, share_out
-from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries
+from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries, TensorClass
 
 __all__ = ["Streams", "make_streams", "quantum_of", "round_positions"]
 
@@ -46,24 +46,21 @@ def quantum_of(entries: Entries, tolerance: int) -> Ints:
     That is the largest row (all of the box, or a trailing part of its dims) of at most `tolerance` bytes,
     so boxes up to that size stay whole; where even the last dim is longer, a part of it.
     """
-    quantum = np.ones(len(entries.kind), np.int64)
-    for index, one in enumerate(entries.classes):
-        mine = np.nonzero(entries.tensor_class == index)[0]
-        if not len(mine):
-            continue
-        sizes = (one.hi - one.lo)[entries.box[mine]]
-        rows = np.full(len(mine), one.item_size, np.int64)
-        best = np.full(len(mine), max(1, tolerance // one.item_size) * one.item_size, np.int64)
-        fits = np.zeros(len(mine), bool)
-        for dim in range(sizes.shape[1] - 1, -1, -1):
-            rows = rows * sizes[:, dim]
-            now = rows <= tolerance
-            best = np.where(now, rows, best)
-            fits |= now
-        if sizes.shape[1] == 0:
-            best = rows
-        quantum[mine] = best
-    return quantum
+    by_box = [_quantum_of_class(one, tolerance) for one in entries.classes]
+    if not by_box:
+        return np.ones(0, np.int64)
+    first = np.cumsum([0, *map(len, by_box)])[:-1]
+    return np.concatenate(by_box)[first[entries.tensor_class] + entries.box]
+
+
+def _quantum_of_class(one: TensorClass, tolerance: int) -> Ints:
+    sizes = one.hi - one.lo
+    rows = np.full(len(sizes), one.item_size, np.int64)
+    best = np.full(len(sizes), max(1, tolerance // one.item_size) * one.item_size, np.int64)
+    for dim in range(sizes.shape[1] - 1, -1, -1):
+        rows = rows * sizes[:, dim]
+        best = np.where(rows <= tolerance, rows, best)
+    return best if sizes.shape[1] else rows
 
 
 def round_positions(entries: Entries, quantum: Ints, positions: Ints) -> Ints:
