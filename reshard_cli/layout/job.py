@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.errors import DocumentError, Problem, WeightsError
 from reshard_cli.layout.boxes import Ints, disjoint
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
@@ -64,7 +64,13 @@ class _Builder:
     def __init__(self, loaded: LoadedLayout, model: Model) -> None:
         self.loaded = loaded
         self.document = loaded.document
-        self.model = rename_model(model, loaded.document.rename)
+        try:
+            self.model = rename_model(model, loaded.document.rename)
+        except WeightsError as error:
+            if not loaded.document.rename:
+                raise
+            problem = loaded.located.problem(("rename",), str(error))
+            raise DocumentError(problems=[problem]) from error
         self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
         self.stages = Stages.of(loaded, self.model)
         self.geometries: list[Holdings] = []

@@ -105,6 +105,10 @@ def _message(item: dict[str, Any], path: tuple[int | str, ...], kind: type[BaseM
         return f"must be {_KINDS[category]}, not {_shown(value)}"
     if category == "greater_than_equal":
         return f"must be at least {context['ge']}, not {_shown(value)}"
+    if category == "less_than_equal":
+        return f"must be at most {context['le']}, not {_shown(value)}"
+    if category == "string_too_short":
+        return "must not be empty"
     if category == "literal_error":
         return f"must be {context['expected']}, not {_shown(value)}"
     if category == "too_short":

@@ -18,7 +18,7 @@ from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.checking import StrictDocument, read_document
 from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.located import KeyPath, Located
-from reshard_cli.spec.names import Pattern, expand_braces, normalise
+from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise
 from reshard_cli.spec.placement import Placement, Shard, Stage, parse_placement
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "read_layout_document",
 ]
 
-Count = Field(ge=1)
+_MOST = 1 << 20  # ranks; more is a slip of the pen
 Parsed = TypeVar("Parsed")
 
 
@@ -60,7 +60,9 @@ class TensorRule(StrictDocument):
 class StorageRule(StrictDocument):
     """How pieces lie in the rank's own tensor: concatenated, stacked, interleaved, transposed, renamed."""
 
-    tensor: str = Field(description="the storage's name; {layer} {expert} {local_layer} {local_expert}")
+    tensor: str = Field(
+        min_length=1, description="the storage's name; {layer} {expert} {local_layer} {local_expert}"
+    )
     concat: list[str] = Field([], description="name patterns of the operands, in order")
     rename: str | None = Field(None, description="instead of concat: a pattern; its *s go into `tensor`")
     dim: int = Field(0, ge=0, description="dim of the storage along which operands follow each other")
@@ -84,9 +86,9 @@ class PieceRule(StrictDocument):
 class LayoutDocument(StrictDocument):
     """One job's layout: ranks, meshes, rules for tensors, storage, and explicit pieces."""
 
-    name: str
-    ranks: int = Count
-    domain: int = Field(8, ge=1, description="consecutive ranks per NVLink domain; default 8")
+    name: str = Field(min_length=1)
+    ranks: int = Field(ge=1, le=_MOST)
+    domain: int = Field(8, ge=1, le=_MOST, description="consecutive ranks per NVLink domain; default 8")
     model: str | None = Field(None, description="a model document or checkpoint folder, seen from here")
     dtype: str | None = Field(None, description="storage dtype where no rule says otherwise")
     meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
@@ -207,12 +209,14 @@ class _Checker:
         for dim, multiple in rule.pad.items():
             if not dim.isdigit():
                 self.add((*where, "pad", dim), f"a dim is a whole number from 0, not {dim!r}")
-            if multiple < 1:
-                self.add((*where, "pad", dim), f"a multiple is at least 1, not {multiple}")
+            if not 1 <= multiple <= 1 << 40:
+                self.add((*where, "pad", dim), f"a multiple is at least 1 and at most 2**40, not {multiple}")
 
     def storage(self, index: int) -> None:
         rule = self.document.storage[index]
         where: KeyPath = ("storage", index)
+        if "{" in fill(rule.tensor, layer=0, expert=0, local_layer=0, local_expert=0):
+            self.add((*where, "tensor"), "its captures are {layer}, {expert}, {local_layer}, {local_expert}")
         if bool(rule.concat) == (rule.rename is not None):
             self.add(where, "write either `concat` (a list of patterns) or `rename` (one pattern)")
         for position, pattern in enumerate(rule.concat):
@@ -287,7 +291,7 @@ def read_layout_document(path: Path) -> LoadedLayout:
         checker.piece(index)
     checker.alias()
     checker.rename()
-    if not document.tensors and not document.pieces:
+    if not (document.tensors or document.pieces or problems):
         checker.add((), "no `tensors` and no `pieces`: nothing says what the ranks hold")
     problems += checker.problems
     if problems:

@@ -15,6 +15,7 @@ ranges, `{a,b}` over the choices; `layers` restricts an entry to some layers.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,7 @@ from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise, temp
 __all__ = ["ModelDocument", "model_document_text", "read_model"]
 
 _MAX_TENSORS = 2_000_000
+_MAX_ELEMENTS = 1 << 56  # so that no count of bytes over all experts leaves 64 bits
 Expression = Annotated[str | int, Field(description="a whole number, or an expression of the sizes")]
 
 
@@ -120,6 +122,9 @@ class _Reader:
         else:
             shape_path, expressions, dtype = where, entry, None
         shape = tuple(self.number((*shape_path, i), value, 0) for i, value in enumerate(expressions))
+        if math.prod(shape) > _MAX_ELEMENTS:
+            self.add(shape_path, f"{list(shape)} has more than 2**56 elements")
+            return
         if dtype is not None and dtype not in ITEM_SIZE:
             self.add((*where, "dtype"), f"unknown dtype {dtype!r}; {dtype_hint(dtype)}")
         if "*" in pattern:

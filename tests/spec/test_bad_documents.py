@@ -37,6 +37,8 @@ LAYOUTS = {
     "ranks missing": ("name: train #!\n" + REST, "key 'ranks' is missing"),
     "ranks as text": ("name: train\nranks: four #!\n" + REST, "must be a whole number, not 'four'"),
     "ranks as a fraction": ("name: train\nranks: 4.5 #!\n" + REST, "must be a whole number"),
+    "more ranks than there are": ("name: train\nranks: 100000000000 #!\n" + REST, "must be at most 1048576"),
+    "empty name": ("name: '' #!\nranks: 4\n" + REST, "must not be empty"),
     "no ranks": ("name: train\nranks: 0 #!\n" + REST, "at least 1, not 0"),
     "negative domain": (HEAD + "domain: -8 #!\n" + REST, "at least 1, not -8"),
     "rules as a mapping": (HEAD + "tensors: {match: '*'} #!\n", "must be a list"),
@@ -79,12 +81,16 @@ LAYOUTS = {
     "unknown dtype": (HEAD + "dtype: bf16 #!\n" + REST, "unknown dtype 'bf16'; write 'bfloat16'"),
     "unknown dtype of a rule": (HEAD + REST + "    dtype: fp8_e4m3 #!\n", "unknown dtype 'fp8_e4m3'"),
     "padding of a dim by name": (HEAD + REST + "    pad: {rows: 64} #!\n", "a dim is a whole number from 0"),
-    "padding to no multiple": (HEAD + REST + "    pad: {0: 0} #!\n", "a multiple is at least 1, not 0"),
+    "padding to no multiple": (HEAD + REST + "    pad: {0: 0} #!\n", "a multiple is at least 1"),
     "padding of a dim that is not there": (HEAD + REST + "    pad: {5: 64} #!\n", "has 2 dims"),
+    "padding to more than any tensor": (
+        HEAD + REST + "    pad: {0: 99999999999999999999999} #!\n", "at most 2**40"),
     "unknown padding": (HEAD + REST + "    padding: poison #!\n", "must be 'zero' or 'keep'"),
     "unknown route": (HEAD + REST + "    route: carrier-pigeon #!\n", "must be 'broadcast' or 'reshard'"),
     "storage of nothing": (HEAD + REST + "storage:\n  - tensor: x #!\n", "either `concat` (a list of patterns) or"),
     "storage without a name": (HEAD + REST + f"storage:\n  - {QKV} #!\n", "key 'tensor' is missing"),
+    "storage with an unknown capture": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{block}}' #!\n    {QKV}\n", "its captures are {layer}, {expert}"),
     "operand that is missing": (
         HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.{layer}.{q,gone}.weight'] #!\n",
         "no tensor of the model is 'layers.0.gone.weight' (and 3 more tensors)"),
@@ -136,6 +142,8 @@ LAYOUTS = {
     "alias of nothing": (HEAD + REST + "alias: {head: tail} #!\n", "the model has no tensor 'tail'"),
     "alias of another shape": (
         HEAD + REST + "alias: {layers.0.norm: embed.weight} #!\n", "[8] cannot equal 'embed.weight' [10, 8]"),
+    "rename to a name that is taken": (
+        HEAD + "rename: {embed.weight: layers.0.norm} #!\n" + REST, "another tensor are both called 'layers.0.norm'"),
     "rename with a star too many": (HEAD + REST + "rename: {'model.*': '*.*'} #!\n", "more `*` than the pattern"),
     "model that is not there": (HEAD + "model: nowhere.yaml #!\n" + REST, "does not exist"),
     "key twice": (HEAD + REST + "domain: 8\ndomain: 4 #!\n", "key 'domain' stands twice"),
@@ -157,6 +165,8 @@ MODELS = {
     "power": (MODEL + "  head: [hidden ** 9] #!\n", "uses more than sizes"),
     "fraction": (MODEL + "  head: [1.5] #!\n", "1.5"),
     "larger than any tensor": (MODEL + "  head: [hidden * 10000000000 * 10000000000] #!\n", "larger than 2**62"),
+    "more elements than any tensor": (
+        MODEL + "  head: [hidden * 100000000000, hidden * 100000000000] #!\n", "more than 2**56 elements"),
     "long expression": (MODEL + f"  head: ['{'1+' * 400}1'] #!\n", "more than 500 characters"),
     "unknown dtype": (MODEL.replace("dtype: float32", "dtype: half #!"), "unknown dtype 'half'; write 'float16'"),
     "unknown dtype of a tensor": (MODEL + "  head: {shape: [1], dtype: int4} #!\n", "unknown dtype 'int4'"),
