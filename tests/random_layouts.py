@@ -70,7 +70,12 @@ def _draw_job(
     for name, (shape, _) in named.items():
         if name.startswith("t"):
             rule: dict[str, Any] = {"match": name, "place": _draw_place(random, axes, len(shape))}
-            if shape and random.random() < 0.2:
+            if shape and min(shape) and random.random() < 0.3:
+                dim = random.randrange(len(shape))
+                first = random.randint(1, shape[dim])
+                rest = shape[dim] - first
+                rule["blocks"] = {str(dim): [first, rest] if rest else [first]}
+            elif shape and random.random() < 0.2:
                 rule["pad"] = {str(random.randrange(len(shape))): random.randint(1, 4)}
             rules.append(rule)
     expert_place = {
@@ -162,6 +167,10 @@ def local_tensor(
     whole: Tensor, job: dict[str, Any], rank: int, rule: dict[str, Any], has_experts: bool
 ) -> Tensor:
     """Return the rank's local tensor, padding (zeros) included, cut from the whole one axis after the other."""
+    for text, sizes in rule.get("blocks", {}).items():
+        plain = {"place": rule["place"]}
+        parts = torch.split(whole, sizes, int(text))
+        return torch.cat([local_tensor(part, job, rank, plain, has_experts) for part in parts], int(text))
     axes = job["meshes"]["m"]
     for dim, multiple in rule.get("pad", {}).items():
         d = int(dim)

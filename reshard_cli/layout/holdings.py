@@ -16,7 +16,14 @@ from reshard_cli.layout.boxes import Ints
 from reshard_cli.layout.cut import Shards, cut
 from reshard_cli.spec.placement import Placement
 
-__all__ = ["Holdings", "Interleaved", "explicit_holdings", "interleaved_holdings", "placed_holdings"]
+__all__ = [
+    "Holdings",
+    "Interleaved",
+    "blocked_holdings",
+    "explicit_holdings",
+    "interleaved_holdings",
+    "placed_holdings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,49 @@ def placed_holdings(
     rank, lo, hi, local_lo = _boxes(shards)
     hi = np.minimum(hi, np.array(shape, np.int64).reshape(1, -1))
     return _holdings(shards, rank, lo, hi, local_lo)
+
+
+def blocked_holdings(
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    place: Mapping[str, Placement],
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    stage: frozenset[int] | None,
+    has_experts: bool,
+) -> Holdings:
+    """Return what each rank holds of a tensor whose blocks along `dim` are each cut by themselves.
+
+    A rank's local tensor is its shard of the first block, then of the second, and so on: Mamba's in_proj
+    (z, x, B, C, dt), a gated delta net's projections, gate and up in one tensor.
+    """
+    parts = []
+    local_rows: Ints | None = None
+    for size, first in zip(sizes, np.cumsum([0, *sizes]), strict=False):
+        part = placed_holdings(
+            (*shape[:dim], size, *shape[dim + 1 :]), axes, place, stage=stage, has_experts=has_experts, pad={}
+        )
+        rows = part.local_shape[:, dim]
+        local_rows = np.zeros_like(rows) if local_rows is None else local_rows
+        lo, hi, local_lo = part.lo.copy(), part.hi.copy(), part.local_lo.copy()
+        lo[:, dim] += first
+        hi[:, dim] += first
+        local_lo[:, dim] += local_rows[part.rank]
+        local_rows = local_rows + rows
+        parts.append((part, lo, hi, local_lo))
+    whole = parts[0][0]
+    local_shape = whole.local_shape.copy()
+    assert local_rows is not None
+    local_shape[:, dim] = local_rows
+    return Holdings(
+        np.concatenate([part.rank for part, _, _, _ in parts]),
+        np.concatenate([lo for _, lo, _, _ in parts]),
+        np.concatenate([hi for _, _, hi, _ in parts]),
+        np.concatenate([local_lo for _, _, _, local_lo in parts]),
+        local_shape,
+        whole.present,
+    )
 
 
 def interleaved_holdings(

@@ -20,6 +20,7 @@ from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
     Holdings,
     Interleaved,
+    blocked_holdings,
     explicit_holdings,
     interleaved_holdings,
     placed_holdings,
@@ -169,6 +170,16 @@ class _Builder:
             if int(dim) >= dims:
                 fits.append(False)
                 self.add((*where, "pad", dim), "dim", f"tensor {tensor.name!r} has {dims} dims")
+        for dim, sizes in rule.blocks.items():
+            if int(dim) >= dims or sum(sizes) != tensor.shape[int(dim) + tensor.has_experts]:
+                fits.append(False)
+                rows = tensor.shape[int(dim) + tensor.has_experts] if int(dim) < dims else "no"
+                message = f"{sizes} are {sum(sizes)} rows, dim {dim} of tensor {tensor.name!r} has {rows}"
+                self.add((*where, "blocks", dim), "blocks", message)
+            if interleaved is not None:
+                fits.append(False)
+                message = f"{tensor.name!r} is interleaved in its storage, and cannot be cut in blocks too"
+                self.add((*where, "blocks", dim), "interleaved", message)
         stage: frozenset[int] | None = None
         axis = next((axis for axis, placement in place.items() if isinstance(placement, Stage)), None)
         if axis is not None and all(fits):
@@ -187,10 +198,16 @@ class _Builder:
         axes = self.loaded.meshes[self.loaded.mesh_of(index)]
         key = (
             tensor.shape, tensor.has_experts, tuple(axes.items()), tuple(place.items()),
-            tuple(sorted(pad.items())), stage, interleaved,
+            tuple(sorted(pad.items())), stage, interleaved, repr(rule.blocks),
         )  # fmt: skip
         if key not in self.keys:
-            if interleaved is None:
+            if rule.blocks:
+                dim, sizes = next(iter(rule.blocks.items()))
+                holdings = blocked_holdings(
+                    tensor.shape, axes, place, int(dim) + tensor.has_experts, sizes,
+                    stage=stage, has_experts=tensor.has_experts,
+                )  # fmt: skip
+            elif interleaved is None:
                 holdings = placed_holdings(
                     tensor.shape, axes, place, stage=stage, has_experts=tensor.has_experts, pad=pad
                 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.located import Located, read_yaml
@@ -55,11 +58,35 @@ def read_document(path: Path, kind: type[Document]) -> tuple[Document, Located, 
 
 def _problems(error: ValidationError, located: Located, kind: type[BaseModel]) -> list[Problem]:
     problems: dict[tuple[int, str], Problem] = {}
-    for item in error.errors():
+    for item in _likeliest(error.errors(), located):
         path = tuple(part for part in item["loc"] if not _is_branch(part, located, item["loc"]))
         problem = located.problem(path, _message(dict(item), path, kind))
         problems.setdefault((problem.line, problem.key), problem)
     return list(problems.values())
+
+
+def _likeliest(errors: Sequence[ErrorDetails], located: Located) -> list[ErrorDetails]:
+    """Return the errors without those of a union's branches that the writer did not mean.
+
+    The branch meant is one whose kind (mapping, list, text) the value has, with the fewest errors in it.
+    """
+    kept: list[ErrorDetails] = []
+    unions: dict[tuple[int | str, ...], dict[int | str, list[ErrorDetails]]] = {}
+    for item in errors:
+        loc = item["loc"]
+        at = next((i for i, part in enumerate(loc) if _is_branch(part, located, loc)), None)
+        if at is None:
+            kept.append(item)
+        else:
+            unions.setdefault(loc[:at], {}).setdefault(loc[at], []).append(item)
+    for union, branches in unions.items():
+        kept += min(branches.values(), key=functools.partial(_unlikely, depth=len(union) + 1))
+    return kept
+
+
+def _unlikely(items: Sequence[ErrorDetails], depth: int) -> tuple[bool, int]:
+    wrong_kind = any(len(item["loc"]) == depth and item["type"] in _KINDS for item in items)
+    return wrong_kind, len(items)
 
 
 def _without_faults(value: dict[str, Any], error: ValidationError) -> dict[str, Any]:
@@ -87,7 +114,7 @@ def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) ->
         return False
     return (
         "[" in part
-        or part in ("str", "int", "_TensorEntry", "_LayerRange", "list")
+        or part in ("str", "int", "_TensorEntry", "_LayerRange", "_LayerPattern", "list")
         or part == "function-after"
     )
 

@@ -52,6 +52,9 @@ class TensorRule(StrictDocument):
         {}, description="axis: shard(d), shard(d, parts=n), stage, expert, replicate"
     )
     pad: dict[str, int] = Field({}, description="dim: padded up to a multiple of this before it is cut")
+    blocks: dict[str, list[int]] = Field(
+        {}, description="dim: sizes of its blocks, each of which is cut by itself"
+    )
     padding: Literal["zero", "keep"] = Field("zero", description="what a refit does to padding rows")
     dtype: str | None = Field(None, description="storage dtype of these tensors")
     route: Literal["broadcast", "reshard"] | None = Field(None, description="how these tensors travel")
@@ -191,6 +194,7 @@ class _Checker:
         if len(stages) > 1:
             self.add((*where, "place", stages[1]), "two axes are `stage`; a layer has one stage")
         self.padding(where, rule)
+        self.blocks(where, rule)
         return pattern, placed
 
     def placement(self, where: KeyPath, size: int, placement: Placement) -> None:
@@ -209,8 +213,19 @@ class _Checker:
         for dim, multiple in rule.pad.items():
             if not dim.isdigit():
                 self.add((*where, "pad", dim), f"a dim is a whole number from 0, not {dim!r}")
+            if dim in rule.blocks:
+                self.add((*where, "pad", dim), "a dim is cut in blocks or padded, not both")
             if not 1 <= multiple <= 1 << 40:
                 self.add((*where, "pad", dim), f"a multiple is at least 1 and at most 2**40, not {multiple}")
+
+    def blocks(self, where: KeyPath, rule: TensorRule) -> None:
+        for number, (dim, sizes) in enumerate(rule.blocks.items()):
+            if not dim.isdigit():
+                self.add((*where, "blocks", dim), f"a dim is a whole number from 0, not {dim!r}")
+            if number:
+                self.add((*where, "blocks", dim), "only one dim of a tensor is cut in blocks")
+            if not sizes or min(sizes) < 1:
+                self.add((*where, "blocks", dim), f"blocks have at least 1 row each, not {sizes}")
 
     def storage(self, index: int) -> None:
         rule = self.document.storage[index]

@@ -4,13 +4,15 @@
     dtype: bfloat16
     sizes: {hidden: 256, layers: 4, experts: 8, width: 64}
     ranges: {layer: layers, expert: experts}
+    sets: {routed: {from: 1}}
     tensors:
       model.embed_tokens.weight: [1000, hidden]
       "model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight": [width, hidden]
-      "model.layers.{layer}.mlp.gate.bias": {shape: [experts], dtype: float32, layers: {from: 1}}
+      "model.layers.{layer}.mlp.gate.bias": {shape: [experts], dtype: float32, layers: routed}
 
 Shapes and ranges are whole-number expressions of the sizes. `{layer}` and `{expert}` run over their
-ranges, `{a,b}` over the choices; `layers` restricts an entry to some layers.
+ranges, `{a,b}` over the choices; `layers` restricts an entry to some layers: {from, to, step}, a list, or a
+named set, which may also be {pattern, letter}.
 """
 
 from __future__ import annotations
@@ -47,12 +49,19 @@ class _LayerRange(StrictDocument):
     step: Expression = 1
 
 
+class _LayerPattern(StrictDocument):
+    """The layers at which a string, one character per layer, has a letter: hybrids write themselves so."""
+
+    pattern: str
+    letter: str = Field(min_length=1, max_length=1)
+
+
 class _TensorEntry(StrictDocument):
-    """One entry with more than a shape."""
+    """One entry with more than a shape. `layers` may name one of the document's sets."""
 
     shape: list[Expression]
     dtype: str | None = None
-    layers: _LayerRange | list[int] | None = None
+    layers: _LayerRange | list[int] | str | None = None
     experts: Expression | None = None
 
 
@@ -70,6 +79,7 @@ class ModelDocument(StrictDocument):
     dtype: str
     sizes: dict[str, Expression] = Field({})
     ranges: _Ranges = _Ranges()
+    sets: dict[str, _LayerRange | _LayerPattern | list[int]] = Field({}, description="named sets of layers")
     tensors: dict[str, list[Expression] | _TensorEntry] = Field(min_length=1)
 
 
@@ -153,10 +163,21 @@ class _Reader:
 
     def layers(self, where: KeyPath, entry: list[str | int] | _TensorEntry) -> list[int]:
         count = self.range_of("layer", where)
-        chosen = entry.layers if isinstance(entry, _TensorEntry) else None
+        named = entry.layers if isinstance(entry, _TensorEntry) else None
         path: KeyPath = (*where, "layers")
-        if chosen is None:
+        if named is None:
             return list(range(count))
+        chosen: _LayerRange | _LayerPattern | list[int]
+        if isinstance(named, str):
+            if named not in self.document.sets:
+                known = ", ".join(self.document.sets) or "none"
+                self.add(path, f"no set of layers is named {named!r} (sets: {known})")
+                return []
+            chosen, path = self.document.sets[named], ("sets", named)
+        else:
+            chosen = named
+        if isinstance(chosen, _LayerPattern):
+            chosen = [layer for layer, letter in enumerate(chosen.pattern) if letter == chosen.letter]
         if isinstance(chosen, _LayerRange):
             start = self.number((*path, "from"), chosen.start, 0)
             stop = count if chosen.to is None else self.number((*path, "to"), chosen.to, 0)

@@ -24,7 +24,7 @@ __all__ = ["Control", "Failure"]
 _FAILURE = "failure"
 _POLL = 0.02
 _WATCH = 0.5
-_GRACE = 3.0  # seconds that a rank has to end by itself after another one's failure
+_GRACE = 1.5  # seconds that a rank has to end by itself after another one's failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Control:
             self.store.set(key, json.dumps(value))
             self._read.append(key)
             return value
-        self.wait({key: 0}, what, extra=5.0)
+        self.wait({key: 0}, what, extra=2.0)
         return json.loads(self.store.get(key))
 
     def barrier(self, key: str, what: str) -> None:

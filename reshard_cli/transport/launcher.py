@@ -21,7 +21,7 @@ from reshard_cli.transport.store import serve_store
 
 __all__ = ["World", "launch", "world_of_environment"]
 
-_END_GRACE = 8.0  # seconds between the first failure and the end of the last rank
+_END_GRACE = 2.0  # seconds between the first failure and the end of the last rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,12 @@ LAYOUTS = {
     "padding of a dim that is not there": (HEAD + REST + "    pad: {5: 64} #!\n", "has 2 dims"),
     "padding to more than any tensor": (
         HEAD + REST + "    pad: {0: 99999999999999999999999} #!\n", "at most 2**40"),
+    "blocks that do not add up": (
+        HEAD + REST + "    blocks: {0: [3, 8]} #!\n", "[3, 8] are 11 rows, dim 0 of tensor 'embed.weight' has 10"),
+    "blocks of a dim that is not there": (HEAD + REST + "    blocks: {9: [3]} #!\n", "has no"),
+    "blocks without rows": (HEAD + REST + "    blocks: {0: [10, 0]} #!\n", "at least 1 row each"),
+    "blocks of two dims": (HEAD + REST + "    blocks: {0: [10], 1: [8]} #!\n", "only one dim"),
+    "blocks of a padded dim": (HEAD + REST + "    blocks: {0: [10]}\n    pad: {0: 4} #!\n", "blocks or padded, not both"),
     "unknown padding": (HEAD + REST + "    padding: poison #!\n", "must be 'zero' or 'keep'"),
     "unknown route": (HEAD + REST + "    route: carrier-pigeon #!\n", "must be 'broadcast' or 'reshard'"),
     "storage of nothing": (HEAD + REST + "storage:\n  - tensor: x #!\n", "either `concat` (a list of patterns) or"),
@@ -177,6 +183,9 @@ MODELS = {
         "name: m\ndtype: float32\ntensors:\n  'layers.{layer}.x': [1] #!\n", "{layer} needs `ranges: {layer: ...}`"),
     "layer outside": (
         MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: [3, 4] #!\n", "layer 4 is not among"),
+    "unknown set of layers": (
+        MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: dense #!\n", "no set of layers is named 'dense'"),
+    "set of no letter": (MODEL + "sets:\n  a: {pattern: ME, letter: ME} #!\n", "at most 1"),
     "layer twice": (MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: [3, 3] #!\n", "a layer stands twice"),
     "layers of a name without one": (MODEL + "  head: {shape: [1], layers: [0]} #!\n", "the name has no {layer}"),
     "unknown key": (MODEL + "  head: {shape: [1], type: int8} #!\n", "unknown key 'type'"),
