@@ -16,6 +16,7 @@ import numpy as np
 
 from reshard_cli.errors import DocumentError, Problem, WeightsError
 from reshard_cli.layout.boxes import Ints, disjoint
+from reshard_cli.layout.distinct import DistinctBoxes, distinct_boxes
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
     Holdings,
@@ -47,6 +48,13 @@ class JobLayout:
     groups: list[StorageGroup]
     stages: Stages
     digest: str = field(default="", repr=False)
+    _distinct: dict[tuple[int, ...], DistinctBoxes] = field(default_factory=dict, repr=False)
+
+    def distinct_boxes(self, geometries: tuple[int, ...]) -> DistinctBoxes:
+        """Return the distinct boxes of a tensor with these geometries; worked out once for all plans."""
+        if geometries not in self._distinct:
+            self._distinct[geometries] = distinct_boxes([self.geometries[one] for one in geometries])
+        return self._distinct[geometries]
 
     @property
     def name(self) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard_cli.errors import WeightsError
-from reshard_cli.layout.boxes import Intervals, Ints, make_disjoint, overlaps, unique_boxes, volumes
+from reshard_cli.layout.boxes import Intervals, Ints, overlaps, volumes
+from reshard_cli.layout.distinct import DistinctBoxes
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.balance import RankSets
 from reshard_cli.plan.pairs import TensorPair
@@ -88,10 +89,8 @@ class _Sets:
 class _Side:
     """One side of a class: distinct boxes, and the world ranks that have each of them."""
 
-    lo: Ints
-    hi: Ints
+    boxes: DistinctBoxes
     ranks: list[tuple[int, ...]]
-    intervals: Intervals
 
 
 def intersect(
@@ -106,7 +105,6 @@ def intersect(
     Raises WeightsError naming a tensor with a destination element that no source rank holds.
     """
     classes = _classify(pairs, routes)
-    sides: dict[object, _Side] = {}
     holder_sets, wanter_sets = _Sets(), _Sets()
     columns: list[Ints] = []
     built: list[TensorClass] = []
@@ -117,14 +115,14 @@ def intersect(
     domain_of = topology.domain.tolist()
     for key, members in classes.items():
         first = pairs[members[0]]
-        have = _side(sides, source, key[0], topology.source, "source")
+        have = _side(source, key[0], topology.source)
         if key[-1] == "broadcast":
             want = _whole(first.shape, topology.destination)
         else:
-            want = _side(sides, destination, key[1], topology.destination, "destination")
-        mine, theirs = overlaps(have.intervals, want.intervals)
-        lo = np.maximum(have.lo[mine], want.lo[theirs])
-        hi = np.minimum(have.hi[mine], want.hi[theirs])
+            want = _side(destination, key[1], topology.destination)
+        mine, theirs = overlaps(have.boxes.intervals, want.boxes.intervals)
+        lo = np.maximum(have.boxes.lo[mine], want.boxes.lo[theirs])
+        hi = np.minimum(have.boxes.hi[mine], want.boxes.hi[theirs])
         size = volumes(lo, hi)
         _check_cover(source, first, want, theirs, size)
         item = item_size(first.wire_dtype)
@@ -173,44 +171,28 @@ def _classify(
     return classes
 
 
-def _side(
-    cache: dict[object, _Side], layout: JobLayout, geometries: tuple[int, ...], world: Ints, which: str
-) -> _Side:
-    if (which, geometries) not in cache:
-        parts = [layout.geometries[geometry] for geometry in geometries]
-        rank = np.concatenate([part.rank for part in parts])
-        lo = np.concatenate([part.lo for part in parts])
-        hi = np.concatenate([part.hi for part in parts])
-        if len(parts) > 1 or parts[0].explicit:
-            lo, hi, origin = make_disjoint(lo, hi)
-            rank = rank[origin]
-        unique_lo, unique_hi, inverse = unique_boxes(lo, hi)
-        owners: list[set[int]] = [set() for _ in range(len(unique_lo))]
-        for box, one in zip(inverse.tolist(), world[rank].tolist(), strict=True):
-            owners[box].add(one)
-        cache[which, geometries] = _Side(
-            unique_lo,
-            unique_hi,
-            [tuple(sorted(ranks)) for ranks in owners],
-            Intervals.of(unique_lo, unique_hi),
-        )
-    return cache[which, geometries]
+def _side(layout: JobLayout, geometries: tuple[int, ...], world: Ints) -> _Side:
+    boxes = layout.distinct_boxes(geometries)
+    first = int(world[0])  # a job's ranks follow each other in the world
+    return _Side(
+        boxes, boxes.ranks if first == 0 else [tuple(r + first for r in ranks) for ranks in boxes.ranks]
+    )
 
 
 def _whole(shape: tuple[int, ...], world: Ints) -> _Side:
     dims = len(shape)
     everybody = tuple(world.tolist())
     lo, hi = np.zeros((1, dims), np.int64), np.array(shape, np.int64).reshape(1, dims)
-    return _Side(lo, hi, [everybody], Intervals.of(lo, hi))
+    return _Side(DistinctBoxes(lo, hi, [everybody], Intervals.of(lo, hi)), [everybody])
 
 
 def _check_cover(source: JobLayout, pair: TensorPair, want: _Side, theirs: Ints, size: Ints) -> None:
-    covered = np.bincount(theirs, size, minlength=len(want.lo)).astype(np.int64)
-    whole = volumes(want.lo, want.hi)
+    covered = np.bincount(theirs, size, minlength=len(want.boxes.lo)).astype(np.int64)
+    whole = volumes(want.boxes.lo, want.boxes.hi)
     if np.array_equal(covered, whole):
         return
     box = int(np.nonzero(covered != whole)[0][0])
-    where = [[a, b] for a, b in zip(want.lo[box].tolist(), want.hi[box].tolist(), strict=True)]
+    where = [[a, b] for a, b in zip(want.boxes.lo[box].tolist(), want.boxes.hi[box].tolist(), strict=True)]
     raise WeightsError(
         f"tensor {pair.name!r}: the ranks of {source.name!r} hold {covered[box]} of the {whole[box]} elements "
         f"of box {where}, which rank {want.ranks[box][0]} wants; its shards do not add up to {list(pair.shape)}"

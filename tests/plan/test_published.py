@@ -30,7 +30,8 @@ def test_a_published_row_moves_the_least_possible_in_balance(row):
     assert report["traffic"]["network_bytes"] == report["traffic"]["network_lower_bound"]
     assert all(value <= 1.02 for value in report["balance"].values())
     seconds = {one["mode"]: one["predicted_seconds"] for one in report["compare"]}
-    assert seconds["hybrid"] <= min(seconds["hybrid-ffn"], seconds["reshard"])
+    # cuts are rounded to whole rows, a few kilobytes of gigabytes
+    assert seconds["hybrid"] <= 1.0001 * min(seconds["hybrid-ffn"], seconds["reshard"])
     assert report["limit_seconds"] <= seconds["reshard"]
     if row in LIMITS:
         assert report["limit_seconds"] == pytest.approx(LIMITS[row], rel=0.03)

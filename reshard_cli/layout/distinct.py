@@ -1,0 +1,43 @@
+"""The distinct boxes of a tensor over a whole job, and which ranks hold each: replicas share one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_cli.layout.boxes import Intervals, Ints, make_disjoint, unique_boxes
+from reshard_cli.layout.holdings import Holdings
+
+__all__ = ["DistinctBoxes", "distinct_boxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctBoxes:
+    """Boxes (lo, hi: [boxes, dims]) that are equal or share nothing; `ranks`: the job ranks of each, sorted."""
+
+    lo: Ints
+    hi: Ints
+    ranks: list[tuple[int, ...]]
+    intervals: Intervals
+
+
+def distinct_boxes(parts: Sequence[Holdings]) -> DistinctBoxes:
+    """Return the distinct boxes of one tensor; several holdings are those of the tensor and its aliases."""
+    rank = np.concatenate([part.rank for part in parts])
+    lo = np.concatenate([part.lo for part in parts])
+    hi = np.concatenate([part.hi for part in parts])
+    if len(parts) > 1 or parts[0].explicit:
+        lo, hi, origin = make_disjoint(lo, hi)
+        rank = rank[origin]
+    unique_lo, unique_hi, box = unique_boxes(lo, hi)
+    order = np.lexsort((rank, box))
+    rank, box = rank[order], box[order]
+    fresh = np.ones(len(rank), bool)
+    fresh[1:] = (rank[1:] != rank[:-1]) | (box[1:] != box[:-1])
+    rank, box = rank[fresh], box[fresh]
+    ends = np.searchsorted(box, np.arange(len(unique_lo) + 1))
+    everyone = rank.tolist()
+    ranks = [tuple(everyone[a:b]) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+    return DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
