@@ -87,10 +87,57 @@ class _Sets:
 
 @dataclass(slots=True)
 class _Side:
-    """One side of a class: distinct boxes, and the world ranks that have each of them."""
+    """One side of a class: distinct boxes, the world ranks that have each of them, and their domains'.
+
+    sets: the number of each box's rank set (of the source), or, flattened, of its rank sets by domain (of
+    the destination): those of box i are sets[offsets[i]:offsets[i+1]].
+    """
 
     boxes: DistinctBoxes
     ranks: list[tuple[int, ...]]
+    by_domain: list[list[tuple[int, ...]]]
+    sets: Ints
+    offsets: Ints
+
+
+class _Sides:
+    """The sides of a plan's classes; each is worked out once, as classes share them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.domain_of = topology.domain.tolist()
+        self.world = {"source": topology.source, "destination": topology.destination}
+        self.sets = {"source": _Sets(), "destination": _Sets()}
+        self._known: dict[object, _Side] = {}
+
+    def of(self, layout: JobLayout, geometries: tuple[int, ...], which: str) -> _Side:
+        """Return what a job has of a tensor with these geometries."""
+        key = (which, geometries)
+        if key not in self._known:
+            boxes = layout.distinct_boxes(geometries)
+            first = int(self.world[which][0])  # a job's ranks follow each other in the world
+            self._known[key] = self._side(
+                boxes, [tuple(r + first for r in ranks) for ranks in boxes.ranks], which
+            )
+        return self._known[key]
+
+    def whole(self, shape: tuple[int, ...]) -> _Side:
+        """Return the side on which every destination rank wants all of a tensor."""
+        if shape not in self._known:
+            lo, hi = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64)
+            everybody = [tuple(self.world["destination"].tolist())]
+            boxes = DistinctBoxes(lo, hi, everybody, Intervals.of(lo, hi))
+            self._known[shape] = self._side(boxes, everybody, "destination")
+        return self._known[shape]
+
+    def _side(self, boxes: DistinctBoxes, ranks: list[tuple[int, ...]], which: str) -> _Side:
+        number = self.sets[which].number
+        if which == "source":
+            numbers = [number(one) for one in ranks]
+            return _Side(boxes, ranks, [], np.array(numbers, np.int64), np.arange(len(ranks) + 1))
+        by_domain = [_by_domain(one, self.domain_of) for one in ranks]
+        numbers = [number(part) for parts in by_domain for part in parts]
+        offsets = np.cumsum([0, *(len(parts) for parts in by_domain)])
+        return _Side(boxes, ranks, by_domain, np.array(numbers, np.int64), offsets)
 
 
 def intersect(
@@ -104,59 +151,61 @@ def intersect(
 
     Raises WeightsError naming a tensor with a destination element that no source rank holds.
     """
-    classes = _classify(pairs, routes)
-    holder_sets, wanter_sets = _Sets(), _Sets()
-    columns: list[Ints] = []
-    built: list[TensorClass] = []
-    needed = 0
+    sides = _Sides(topology)
     shared = bool(
         np.intersect1d(topology.domain[topology.source], topology.domain[topology.destination]).size
     )
-    domain_of = topology.domain.tolist()
-    for key, members in classes.items():
+    columns: list[Ints] = []
+    built: list[TensorClass] = []
+    for key, members in _classify(pairs, routes).items():
         first = pairs[members[0]]
-        have = _side(source, key[0], topology.source)
-        if key[-1] == "broadcast":
-            want = _whole(first.shape, topology.destination)
-        else:
-            want = _side(destination, key[1], topology.destination)
+        have = sides.of(source, key[0], "source")
+        whole = key[-1] == "broadcast"
+        want = sides.whole(first.shape) if whole else sides.of(destination, key[1], "destination")
         mine, theirs = overlaps(have.boxes.intervals, want.boxes.intervals)
         lo = np.maximum(have.boxes.lo[mine], want.boxes.lo[theirs])
         hi = np.minimum(have.boxes.hi[mine], want.boxes.hi[theirs])
         size = volumes(lo, hi)
         _check_cover(source, first, want, theirs, size)
         item = item_size(first.wire_dtype)
+        rows = _shared_rows(have, want, mine, theirs, sides) if shared else _rows(have, want, mine, theirs)
+        kind, holders, wanters, box = rows
+        same = np.ones_like(box)
+        columns.append(
+            np.stack([kind, holders, wanters, same * len(built), box, size[box] * item, same * len(members)])
+        )
         built.append(TensorClass(np.array(members, np.int64), first.shape, item, routes[members[0]], lo, hi))
-        rows = []
-        wanted = [_by_domain(ranks, domain_of) for ranks in want.ranks]
-        numbered_holders = [holder_sets.number(ranks) for ranks in have.ranks] if not shared else []
-        numbered: dict[int, list[int]] = {}
-        for box, (i, j, elements) in enumerate(
-            zip(mine.tolist(), theirs.tolist(), size.tolist(), strict=True)
-        ):
-            if shared:
-                found = list(_shared(have.ranks[i], wanted[j], domain_of, holder_sets, wanter_sets))
-                needed += sum(elements * item * len(members) for kind, _, _ in found if kind == NETWORK)
-                rows += [(kind, h, w, box, elements * item) for kind, h, w in found]
-                continue
-            if j not in numbered:
-                numbered[j] = [wanter_sets.number(ranks) for ranks in wanted[j].values()]
-            rows += [(NETWORK, numbered_holders[i], w, box, elements * item) for w in numbered[j]]
-            needed += elements * item * len(members) * len(numbered[j])
-        table = np.array(rows, np.int64).reshape(len(rows), 5)
-        extra = np.empty((len(rows), 2), np.int64)
-        extra[:, 0], extra[:, 1] = len(built) - 1, len(members)
-        columns.append(np.concatenate([table, extra], axis=1))
-    table = np.concatenate(columns) if columns else np.zeros((0, 7), np.int64)
-    order = np.lexsort((np.arange(len(table)), table[:, 2], table[:, 1], table[:, 0]))
-    table = table[order]
-    start = np.concatenate([[0], np.cumsum(table[:, 4] * table[:, 6])]).astype(np.int64)
+    table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
+    table = table[:, np.lexsort((table[2], table[1], table[0]))]
+    kind, holders, wanters, tensor_class, box, box_bytes, num_tensors = table
+    total = box_bytes * num_tensors
     return Entries(
-        classes=built, kind=table[:, 0], holders=table[:, 1], wanters=table[:, 2],
-        tensor_class=table[:, 5], box=table[:, 3], box_bytes=table[:, 4], num_tensors=table[:, 6],
-        start=start, holder_sets=holder_sets.frozen(), wanter_sets=wanter_sets.frozen(),
-        needed_bytes=needed,
+        classes=built, kind=kind, holders=holders, wanters=wanters, tensor_class=tensor_class, box=box,
+        box_bytes=box_bytes, num_tensors=num_tensors,
+        start=np.concatenate([[0], np.cumsum(total)]).astype(np.int64),
+        holder_sets=sides.sets["source"].frozen(), wanter_sets=sides.sets["destination"].frozen(),
+        needed_bytes=int(total[kind == NETWORK].sum()),
     )  # fmt: skip
+
+
+def _rows(have: _Side, want: _Side, mine: Ints, theirs: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (kind, holder set, wanter set, box) of a class whose jobs share no domain: all network."""
+    counts = (want.offsets[1:] - want.offsets[:-1])[theirs]
+    box = np.repeat(np.arange(len(mine)), counts)
+    nth = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)
+    wanters = want.sets[want.offsets[theirs[box]] + nth]
+    return np.full(len(box), NETWORK, np.int64), have.sets[mine[box]], wanters, box
+
+
+def _shared_rows(
+    have: _Side, want: _Side, mine: Ints, theirs: Ints, sides: _Sides
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (kind, holder set, wanter set, box) of a class whose jobs share ranks or domains."""
+    rows = []
+    for box, (i, j) in enumerate(zip(mine.tolist(), theirs.tolist(), strict=True)):
+        rows += [(*one, box) for one in _shared(have.ranks[i], want.by_domain[j], sides)]
+    kind, holders, wanters, boxes = np.array(rows, np.int64).reshape(len(rows), 4).T
+    return kind, holders, wanters, boxes
 
 
 def _classify(
@@ -169,21 +218,6 @@ def _classify(
         key = (pair.source_geometries, pair.destination_geometries, pair.shape, pair.wire_dtype, route)
         classes[key].append(index)
     return classes
-
-
-def _side(layout: JobLayout, geometries: tuple[int, ...], world: Ints) -> _Side:
-    boxes = layout.distinct_boxes(geometries)
-    first = int(world[0])  # a job's ranks follow each other in the world
-    return _Side(
-        boxes, boxes.ranks if first == 0 else [tuple(r + first for r in ranks) for ranks in boxes.ranks]
-    )
-
-
-def _whole(shape: tuple[int, ...], world: Ints) -> _Side:
-    dims = len(shape)
-    everybody = tuple(world.tolist())
-    lo, hi = np.zeros((1, dims), np.int64), np.array(shape, np.int64).reshape(1, dims)
-    return _Side(DistinctBoxes(lo, hi, [everybody], Intervals.of(lo, hi)), [everybody])
 
 
 def _check_cover(source: JobLayout, pair: TensorPair, want: _Side, theirs: Ints, size: Ints) -> None:
@@ -199,28 +233,25 @@ def _check_cover(source: JobLayout, pair: TensorPair, want: _Side, theirs: Ints,
     )
 
 
-def _by_domain(ranks: tuple[int, ...], domain_of: list[int]) -> dict[int, tuple[int, ...]]:
+def _by_domain(ranks: tuple[int, ...], domain_of: list[int]) -> list[tuple[int, ...]]:
     found: dict[int, list[int]] = {}
     for rank in ranks:
         found.setdefault(domain_of[rank], []).append(rank)
-    return {domain: tuple(members) for domain, members in found.items()}
+    return [tuple(members) for members in found.values()]
 
 
 def _shared(
-    holders: tuple[int, ...],
-    wanted: dict[int, tuple[int, ...]],
-    domain_of: list[int],
-    holder_sets: _Sets,
-    wanter_sets: _Sets,
+    holders: tuple[int, ...], wanted: list[tuple[int, ...]], sides: _Sides
 ) -> Iterable[tuple[int, int, int]]:
     """Yield (kind, holder set, wanter set) for one box where the jobs share ranks or domains."""
-    for domain, wanters in wanted.items():
-        inside = tuple(rank for rank in holders if domain_of[rank] == domain)
+    domain_of, held, want = sides.domain_of, sides.sets["source"], sides.sets["destination"]
+    for wanters in wanted:
+        inside = tuple(rank for rank in holders if domain_of[rank] == domain_of[wanters[0]])
         if not inside:
-            yield NETWORK, holder_sets.number(holders), wanter_sets.number(wanters)
+            yield NETWORK, held.number(holders), want.number(wanters)
             continue
         for rank in wanters:
             if rank in inside:
-                yield LOCAL, holder_sets.number((rank,)), wanter_sets.number((rank,))
+                yield LOCAL, held.number((rank,)), want.number((rank,))
             else:
-                yield DOMAIN, holder_sets.number(inside), wanter_sets.number((rank,))
+                yield DOMAIN, held.number(inside), want.number((rank,))
