@@ -90,6 +90,9 @@ def plan(
     domain: DomainFlag = None,
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
+    tensor: Annotated[
+        str | None, typer.Option("--tensor", metavar="NAME", help="tell who holds and who sends this tensor")
+    ] = None,
     json: JsonFlag = None,
     debug: DebugFlag = False,
 ) -> None:
@@ -98,7 +101,7 @@ def plan(
 
     run_plan(
         source, destination, model=model, mode=mode.value, staging=_bytes_of(staging), domain=domain,
-        colocated=colocated, allow_extra=allow_extra, json_file=json,
+        colocated=colocated, allow_extra=allow_extra, json_file=json, tensor=tensor,
     )  # fmt: skip
 
 

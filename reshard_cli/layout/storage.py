@@ -61,17 +61,22 @@ class RankStorage:
         return sum(window.num_elements for window in self.windows) < self.num_elements
 
 
-def rank_storages(layout: JobLayout, rank: int) -> list[RankStorage]:
-    """Return the storages of one rank, in the order of the job's tensors.
+def rank_storages(layout: JobLayout, rank: int, tensor: str | None = None) -> list[RankStorage]:
+    """Return the storages of one rank, in the order of the job's tensors; with `tensor`, only its own.
 
     Raises DocumentError where two of them would have one name.
     """
-    pieces = [_pieces_of(holdings, rank) for holdings in layout.geometries]
+    pieces: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}
     found: dict[str, RankStorage] = {}
     for group in layout.groups:
         members = [layout.tensors[position] for position in group.operands]
+        if tensor is not None and all(member.logical != tensor for member in members):
+            continue
         if not layout.geometries[members[0].geometry].present[rank]:
             continue
+        for member in members:
+            if member.geometry not in pieces:
+                pieces[member.geometry] = _pieces_of(layout.geometries[member.geometry], rank)
         shapes = [tuple(layout.geometries[member.geometry].local_shape[rank].tolist()) for member in members]
         for storage in _storages(layout, group, members, [pieces[m.geometry] for m in members], shapes):
             if storage.name in found:
