@@ -24,6 +24,7 @@ __all__ = [
     "VerifyError",
     "WeightsError",
     "error_of_exit_code",
+    "listed",
 ]
 
 
@@ -90,3 +91,9 @@ def error_of_exit_code(exit_code: int, message: str) -> ReshardError:
         kind.exit_code: kind for kind in (DocumentError, WeightsError, TransferError, VerifyError)
     }
     return classes.get(exit_code, TransferError)(message)
+
+
+def listed(names: list[str], shown: int = 12) -> str:
+    """Return tensor names for a message: how many, the first ones, and how many more."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} tensor(s): {', '.join(names[:shown])}{more}"

@@ -159,6 +159,23 @@ def run_cli(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def run_module(module: str, *arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a module of the tests as a process of its own group, which ends with this call."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        end_group(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def start_cli(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start the command line; the caller ends it with `end_group`."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

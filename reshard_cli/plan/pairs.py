@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from reshard_cli.errors import DocumentError, WeightsError
+from reshard_cli.errors import DocumentError, WeightsError, listed
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.spec.dtypes import item_size
@@ -48,10 +48,10 @@ def pair_tensors(
     extra = [name for name in have if name not in want]
     lines = []
     if missing:
-        lines.append(f"the source lacks {_listed(missing)}")
+        lines.append(f"the source lacks {listed(missing)}")
     if extra and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
-        lines.append(f"the destination has no place for {_listed(extra)}{mend}")
+        lines.append(f"the destination has no place for {listed(extra)}{mend}")
     if lines:
         raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
     pairs, faults = [], []
@@ -111,9 +111,3 @@ def _pair(name: str, held: list[HeldTensor], wanted: list[HeldTensor]) -> Tensor
         asked_route=asked[0] if asked else None,
         has_experts=wanted[0].has_experts,
     )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} tensor(s): {shown}{more}"

@@ -6,6 +6,8 @@ process group or, in one process, from one rank's executor to another's.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -145,21 +147,8 @@ class RankExecutor:
             for fragment in block.packed + block.big:
                 self._keep(fragment)
 
-    def _pack(self, slot: _Slot) -> None:
-        assert self.source is not None
-        data = self._bytes(slot)
-        position = 0
-        for fragment in slot.fragments:
-            name, dtype = self._dtypes[fragment.tensor]
-            values = typed(data[position : position + fragment.num_bytes], dtype)
-            position += fragment.num_bytes
-            for lo, hi, at in fragment.boxes():
-                shape = [b - a for a, b in zip(lo, hi, strict=True)]
-                box = values[at : at + _count(shape)].view(shape)
-                for part_lo, part_hi, view in self.source.windows(name, lo, hi):
-                    copy_exact(within(box, lo, part_lo, part_hi), view)
-
-    def _unpack(self, slot: _Slot) -> None:
+    def _boxes(self, slot: _Slot) -> Iterator[tuple[Fragment, Corner, Corner, Tensor]]:
+        """Yield (fragment, lo, hi, its elements in the message) of the boxes that a message consists of."""
         data = self._bytes(slot)
         position = 0
         for fragment in slot.fragments:
@@ -168,7 +157,17 @@ class RankExecutor:
             position += fragment.num_bytes
             for lo, hi, at in fragment.boxes():
                 shape = [b - a for a, b in zip(lo, hi, strict=True)]
-                self._deliver(fragment.tensor, lo, hi, values[at : at + _count(shape)].view(shape))
+                yield fragment, lo, hi, values[at : at + math.prod(shape)].view(shape)
+
+    def _pack(self, slot: _Slot) -> None:
+        assert self.source is not None
+        for fragment, lo, hi, box in self._boxes(slot):
+            for part_lo, part_hi, view in self.source.windows(self._dtypes[fragment.tensor][0], lo, hi):
+                copy_exact(within(box, lo, part_lo, part_hi), view)
+
+    def _unpack(self, slot: _Slot) -> None:
+        for fragment, lo, hi, box in self._boxes(slot):
+            self._deliver(fragment.tensor, lo, hi, box)
 
     def _keep(self, fragment: Fragment) -> None:
         assert self.source is not None
@@ -184,10 +183,3 @@ class RankExecutor:
         assert self.destination is not None
         for part_lo, part_hi, view in self.destination.windows(self._dtypes[tensor][0], lo, hi):
             copy_exact(view, within(values, lo, part_lo, part_hi))
-
-
-def _count(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

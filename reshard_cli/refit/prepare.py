@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from reshard_cli.errors import DocumentError
+from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.layout.job import JobLayout, build_layout
 from reshard_cli.plan.routes import Mode
 from reshard_cli.plan.topology import Topology
@@ -15,6 +18,8 @@ from reshard_cli.spec.model import Model
 from reshard_cli.spec.model_document import read_model
 
 __all__ = ["Jobs", "RefitOptions", "parse_domain", "read_jobs"]
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +89,35 @@ def read_jobs(
     The model is `model`, else each document's own, else the other document's, else `fallback` (the
     checkpoint to be read). Raises DocumentError with the problems of both documents at once.
     """
-    problems = []
-    loaded: list[LoadedLayout] = []
-    for document in (source, destination):
-        try:
-            loaded.append(read_layout_document(document))
-        except DocumentError as error:
-            if not error.problems:
-                raise
-            problems += error.problems
-    if problems:
-        raise DocumentError(problems=problems)
-    models: dict[Path, Model] = {}
+    loaded = _both(lambda: read_layout_document(source), lambda: read_layout_document(destination))
     own = [_model_path(one, model) for one in loaded]
-    chosen = [own[0] or own[1] or fallback, own[1] or own[0] or fallback]
-    layouts = []
-    for one, path in zip(loaded, chosen, strict=True):
+    models: list[Model] = []
+    known: dict[Path, Model] = {}
+    for one, path in zip(loaded, (own[0] or own[1] or fallback, own[1] or own[0] or fallback), strict=True):
         if path is None:
             raise DocumentError(f"{one.path}: names no `model`; add one, or give --model")
-        if path not in models:
-            models[path] = read_model(path)
+        if path not in known:
+            known[path] = read_model(path)
+        models.append(known[path])
+    return Jobs(
+        *_both(*(functools.partial(build_layout, *pair) for pair in zip(loaded, models, strict=True)))
+    )
+
+
+def _both(*makers: Callable[[], Made]) -> list[Made]:
+    """Return what each of these makes; if several raise with problems, raise all problems at once."""
+    made: list[Made] = []
+    problems: list[Problem] = []
+    for maker in makers:
         try:
-            layouts.append(build_layout(one, models[path]))
+            made.append(maker())
         except DocumentError as error:
             if not error.problems:
                 raise
             problems += error.problems
     if problems:
         raise DocumentError(problems=problems)
-    return Jobs(*layouts)
+    return made
 
 
 def _model_path(loaded: LoadedLayout, override: Path | None) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from reshard_cli.errors import WeightsError
+from reshard_cli.errors import WeightsError, listed
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.pairs import TensorPair
 from reshard_cli.spec.headers import StoredTensor, index_folder
@@ -83,10 +83,10 @@ def check_checkpoint(
     extra = [name for name in names if name not in wanted and name not in declared]
     lines = []
     if missing:
-        lines.append(f"{folder}: lacks {_listed(missing)}")
+        lines.append(f"{folder}: lacks {listed(missing)}")
     if extra and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
-        lines.append(f"{folder}: holds tensors that no document declares: {_listed(extra)}{mend}")
+        lines.append(f"{folder}: holds tensors that no document declares: {listed(extra)}{mend}")
     for name, (shape, dtype) in wanted.items():
         have = names.get(name)
         if have is None or len(lines) > _SHOWN:
@@ -113,9 +113,3 @@ def _renamed(stored: Mapping[str, StoredTensor], layout: JobLayout) -> dict[str,
         for old, new in zip(before.names(), after.names(), strict=True):
             names[new] = plain[old]
     return names
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} tensor(s): {shown}{more}"

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +15,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.refit.test_memory import anonymous
-from tests.support import end_group, model_document, run_cli, start_cli, write_yaml
+from tests.support import end_group, model_document, run_cli, run_module, start_cli, write_yaml
 
-ROOT = Path(__file__).parent.parent.parent
 TIMEOUT = 6
 RANKS = 4
 
@@ -42,16 +40,7 @@ def small_documents(tmp_path):
 
 
 def run_harness(fault: str, documents: tuple[Path, Path], target: str) -> subprocess.CompletedProcess[str]:
-    """Run the harness; its processes end with this call."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.refit.harness", fault, *map(str, documents), target],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=90)
-    finally:
-        end_group(process)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return run_module("tests.refit.harness", fault, *documents, target, timeout=90)
 
 
 def children_of(pid: int) -> list[int]:

