@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from reshard_cli.cli.output import check_json_file, write_json
-from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.report.terminal import print_refit
 from reshard_cli.spec.headers import is_rank_folder
@@ -59,8 +58,6 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
     if jobs is None:
         sys.exit(run(world_of_environment(os.environ)))
     check_target(options.target, "check")
-    if options.backend == "nccl" and not torch.cuda.device_count():
-        raise DocumentError("--backend nccl: this machine has no GPU; use gloo or auto")
     sys.exit(launch(jobs.num_ranks(options.colocated), options.timeout, run))
 
 

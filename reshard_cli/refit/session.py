@@ -170,7 +170,7 @@ def _join(
             "hosts": len({one["host"] for one in everybody}),
             "token": secrets.token_hex(4),
         }
-    setup = control.share("setup", setup, "joining")
+    setup = {**control.share("setup", setup, "joining"), "local_rank": world.local_rank}
     control.phase("planning")
     if options.domain == "auto":
         topology = Topology.of_machine(
@@ -206,7 +206,7 @@ class _Session:
         self.destination_rank = destination.index(rank) if rank in destination else None
         self.device = torch.device("cpu")
         if setup["backend"] == "nccl":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            self.device = torch.device("cuda", setup["local_rank"])
             torch.cuda.set_device(self.device)
         self.transport: Transport | None = None
         self.sent = {NETWORK: 0, DOMAIN: 0}
