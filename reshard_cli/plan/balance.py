@@ -42,7 +42,11 @@ class RankSets:
 
 
 def share_out(sets: RankSets, amounts: Ints, num_ranks: int) -> Floats:
-    """Return how much of each set's amount each member gets, aligned with `sets.members`."""
+    """Return how much of each set's amount each member gets, aligned with `sets.members`.
+
+    In sixteenths of a byte: ranks on unlike processors may add up in another order, and come to the same
+    plan all the same, as sums of such numbers are exact.
+    """
     shares = np.zeros(len(sets.members))
     loads = np.zeros(num_ranks)
     sizes = sets.sizes
@@ -63,7 +67,7 @@ def share_out(sets: RankSets, amounts: Ints, num_ranks: int) -> Floats:
             shares[start:stop] = filled
         if len(several) <= 1 or np.max(np.abs(loads - before)) <= _CLOSE * max(1.0, loads.max()):
             break
-    return shares
+    return np.rint(shares * 16) / 16
 
 
 def _fill(loads: Floats, amount: float) -> Floats:

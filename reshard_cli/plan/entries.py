@@ -176,7 +176,9 @@ def intersect(
         )
         built.append(TensorClass(np.array(members, np.int64), first.shape, item, routes[members[0]], lo, hi))
     table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
-    table = table[:, np.lexsort((table[2], table[1], table[0]))]
+    num_holders, num_wanters = (len(one.numbers) for one in sides.sets.values())
+    key = (table[0] * num_holders + table[1]) * num_wanters + table[2]
+    table = table[:, np.argsort(key, kind="stable")]
     kind, holders, wanters, tensor_class, box, box_bytes, num_tensors = table
     total = box_bytes * num_tensors
     return Entries(

@@ -111,7 +111,10 @@ def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -
             )
         )
     table = np.concatenate(columns, axis=1) if columns else np.zeros((6, 0), np.int64)
-    table = table[:, np.lexsort((table[4], table[3], table[2], table[1], table[0]))].astype(np.int64)
+    # one key for kind, sender, carrier and wanter set: they are small enough for 64 bits together
+    key = (table[0] * num_ranks + table[1]) * num_ranks + table[2]
+    key = key * len(entries.wanter_sets) + table[3]
+    table = table[:, np.lexsort((table[4], key))].astype(np.int64)
     kinds, senders, carriers, wanted, starts, stops = table
     return Streams(kinds, senders, carriers, wanted, starts, stops, best[0], best[1])
 
@@ -156,7 +159,8 @@ def _cut_segments(
     Per holder set, the segments follow each other by the carriers' rails and the holders by their own, so
     that equal shares meet the same rail.
     """
-    order = np.lexsort((start, carrier, rails[carrier], holders))
+    num_ranks = len(rails)
+    order = np.lexsort((start, (holders * num_ranks + rails[carrier]) * num_ranks + carrier))
     length = (stop - start)[order]
     edge = np.concatenate([[0], np.cumsum(length)])
     owner = holders[order]
@@ -177,7 +181,8 @@ def _cut_segments(
     scale = np.divide((end - begin).astype(float), whole, out=np.zeros(len(at)), where=whole > 0)
     upto = begin[block] + np.rint((running - base[block]) * scale[block]).astype(np.int64)
     upto = np.where(nth == sizes[block] - 1, end[block], np.minimum(upto, end[block]))
-    edges = np.union1d(edge, upto)
+    edges = np.sort(np.concatenate([edge, upto]))
+    edges = edges[np.concatenate([[True], edges[1:] != edges[:-1]])]
     low, high = edges[:-1], edges[1:]
     segment = np.searchsorted(edge, low, side="right") - 1
     sender = sets.members[member[np.searchsorted(upto, low, side="right")]]

@@ -31,7 +31,11 @@ def sets_of(groups):
 def holder_groups(draw):
     num_ranks = draw(st.integers(1, 6))
     ranks = st.sets(st.integers(0, num_ranks - 1), min_size=1).map(lambda found: tuple(sorted(found)))
-    groups = draw(st.dictionaries(ranks, st.integers(0, 1000), min_size=1, max_size=8))
+    groups = draw(
+        st.dictionaries(
+            ranks, st.integers(0, 1000).map(lambda kilobytes: 1000 * kilobytes), min_size=1, max_size=8
+        )
+    )
     return num_ranks, list(groups.items())
 
 
@@ -43,13 +47,13 @@ def test_the_busiest_rank_has_the_least_possible_by_trying_every_set_of_ranks(ca
     shares = share_out(sets, amounts, num_ranks)
     loads = np.bincount(sets.members, shares, minlength=num_ranks)
     for index, (_, amount) in enumerate(groups):
-        assert shares[sets.offsets[index] : sets.offsets[index + 1]].sum() == pytest.approx(amount)
+        assert shares[sets.offsets[index] : sets.offsets[index + 1]].sum() == pytest.approx(amount, abs=1)
     best = max(
         sum(amount for ranks, amount in groups if set(ranks) <= set(chosen)) / size
         for size in range(1, num_ranks + 1)
         for chosen in itertools.combinations(range(num_ranks), size)
     )
-    assert loads.max() <= best * 1.01 + 1e-6
+    assert loads.max() <= best * 1.01 + 1
     bound = best_maximum(sets, amounts, shares, num_ranks)
     assert bound <= best + 1e-6
     assert bound >= best * 0.99 - 1e-6
