@@ -325,7 +325,9 @@ class _Session:
         if destination is not None and destination.mapped is not None:
             destination.mapped.flush()
         self.control.barrier(f"complete/{version}", "committing")
-        if self.folder is not None and self.destination_rank == 0:
+        if self.folder is None:
+            return
+        if self.destination_rank == 0:
             self.folder.publish()
         self.control.barrier(f"published/{version}", "committing")
 

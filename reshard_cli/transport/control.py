@@ -22,7 +22,7 @@ from reshard_cli.transport.store import Store
 __all__ = ["Control", "Failure"]
 
 _FAILURE = "failure"
-_POLL = 0.02
+_POLL = 0.01
 _WATCH = 0.5
 _GRACE = 1.5  # seconds that a rank has to end by itself after another one's failure
 
@@ -125,7 +125,7 @@ class Control:
         """
         deadline = time.monotonic() + self.timeout + extra
         waiting = dict(keys)
-        pause = 0.001
+        pause = 0.0002
         while True:
             waiting = {key: rank for key, rank in waiting.items() if not self.store.check([key])}
             if not waiting:
