@@ -33,7 +33,8 @@ class Holdings:
     rank [n]; lo, hi [n, dims]: the logical box; local_lo [n, dims]: where it starts in the rank's local
     tensor; local_shape [ranks, dims]: that tensor's shape, with padding (all zeros where absent);
     present [ranks]: whether the rank has such a local tensor, be it empty. `explicit` pieces may overlap
-    those of other ranks in part; placements never do.
+    those of other ranks in part; placements never do. first, step [ranks]: the local tensor's index i of
+    dim 0 is the logical index first + i * step (padding included), which numbers a rank's experts.
     """
 
     rank: Ints
@@ -42,6 +43,8 @@ class Holdings:
     local_lo: Ints
     local_shape: Ints
     present: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    first: Ints
+    step: Ints
     explicit: bool = False
 
 
@@ -115,6 +118,8 @@ def blocked_holdings(
         np.concatenate([local_lo for _, _, _, local_lo in parts]),
         local_shape,
         whole.present,
+        whole.first,
+        whole.step,
     )
 
 
@@ -168,9 +173,11 @@ def explicit_holdings(
     present[rank] = True
     local_shape = np.where(present[:, None], last - np.minimum(first, last), 0)
     keep = np.all(hi > lo, axis=1)
+    start = np.where(present, first[:, 0], 0) if dims else np.zeros(num_ranks, np.int64)
     return Holdings(
-        rank[keep], lo[keep], hi[keep], (lo - first[rank])[keep], local_shape, present, explicit=True
-    )
+        rank[keep], lo[keep], hi[keep], (lo - first[rank])[keep], local_shape, present,
+        start, np.ones(num_ranks, np.int64), explicit=True,
+    )  # fmt: skip
 
 
 def _boxes(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
@@ -194,4 +201,7 @@ def _boxes(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
 def _holdings(shards: Shards, rank: Ints, lo: Ints, hi: Ints, local_lo: Ints) -> Holdings:
     keep = np.all(hi > lo, axis=1)  # a shard that is all padding holds nothing
     local_shape = np.where(shards.present[:, None], shards.count, 0)
-    return Holdings(rank[keep], lo[keep], hi[keep], local_lo[keep], local_shape, shards.present)
+    first = shards.start[:, 0] if shards.start.shape[1] else np.zeros_like(shards.step)
+    return Holdings(
+        rank[keep], lo[keep], hi[keep], local_lo[keep], local_shape, shards.present, first, shards.step
+    )

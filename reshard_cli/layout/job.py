@@ -188,6 +188,10 @@ class _Builder:
                 fits.append(False)
                 message = f"{tensor.name!r} is interleaved in its storage, and cannot be cut in blocks too"
                 self.add((*where, "blocks", dim), "interleaved", message)
+        if rule.pad and interleaved is not None:
+            fits.append(False)
+            message = f"{tensor.name!r} is interleaved in its storage, and cannot be padded too"
+            self.add((*where, "pad", next(iter(rule.pad))), "interleaved", message)
         stage: frozenset[int] | None = None
         axis = next((axis for axis, placement in place.items() if isinstance(placement, Stage)), None)
         if axis is not None and all(fits):

@@ -22,6 +22,7 @@ from reshard_cli.spec.names import fill
 __all__ = ["RankStorage", "Window", "rank_storages"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+Placed = tuple[HeldTensor, Box, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def rank_storages(layout: JobLayout, rank: int, tensor: str | None = None) -> li
             if member.geometry not in pieces:
                 pieces[member.geometry] = _pieces_of(layout.geometries[member.geometry], rank)
         shapes = [tuple(layout.geometries[member.geometry].local_shape[rank].tolist()) for member in members]
-        for storage in _storages(layout, group, members, [pieces[m.geometry] for m in members], shapes):
+        for storage in _storages(layout, rank, group, members, [pieces[m.geometry] for m in members], shapes):
             if storage.name in found:
                 raise DocumentError(
                     f"{layout.name}: rank {rank} would hold two tensors named {storage.name!r}"
@@ -95,6 +96,7 @@ def _pieces_of(holdings: Holdings, rank: int) -> list[tuple[Box, tuple[int, ...]
 
 def _storages(
     layout: JobLayout,
+    rank: int,
     group: StorageGroup,
     members: list[HeldTensor],
     pieces: list[list[tuple[Box, tuple[int, ...]]]],
@@ -110,24 +112,38 @@ def _storages(
     if stacked:
         windows = tuple(_window(member, box, at, shape, swap) for member, box, at in placed)
         return [RankStorage(name, _swapped(shape, swap), first.dtype, windows, keep)]
-    per_expert: dict[int, list[Window]] = {}
-    numbers: dict[int, int] = {}
-    for member, (lo, hi), at in placed:
-        for index in range(hi[0] - lo[0]):
-            box = ((lo[0] + index, *lo[1:]), (lo[0] + index + 1, *hi[1:]))
-            one = _window(member, box, (0, *at[1:]), (1, *shape[1:]), swap)
-            per_expert.setdefault(lo[0] + index, []).append(one)
-            numbers[lo[0] + index] = at[0] + index
-    return [
-        RankStorage(
-            fill(name, expert=expert, local_expert=numbers[expert]),
-            _swapped(shape[1:], swap),
-            first.dtype,
-            tuple(windows),
-            keep,
-        )
-        for expert, windows in sorted(per_expert.items())
+    holdings = layout.geometries[first.geometry]
+    numbers = {int(holdings.first[rank] + holdings.step[rank] * i): i for i in range(shape[0])}
+    if holdings.explicit:
+        # of explicit pieces an expert has what its own pieces say, and nothing where there are none
+        held = {expert for _, (lo, hi), _ in placed for expert in range(lo[0], hi[0])}
+        numbers = {expert: i for expert, i in numbers.items() if expert in held}
+    found = []
+    for expert, local in numbers.items():
+        own = [
+            (member, ((expert, *lo[1:]), (expert + 1, *hi[1:])), (0, *at[1:]))
+            for member, (lo, hi), at in placed
+            if lo[0] <= expert < hi[0]
+        ]
+        inner = (1, *shape[1:])
+        if holdings.explicit:
+            inner, own = _around(own)
+        windows = tuple(_window(member, box, at, inner, swap) for member, box, at in own)
+        text = fill(name, expert=expert, local_expert=local)
+        found.append(RankStorage(text, _swapped(inner[1:], swap), first.dtype, windows, keep))
+    return found
+
+
+def _around(own: list[Placed]) -> tuple[tuple[int, ...], list[Placed]]:
+    """Return the shape of the smallest box around these pieces, and the pieces with where they lie in it."""
+    corners = [at for _, _, at in own]
+    least = tuple(min(column) for column in zip(*corners, strict=True))
+    ends = [
+        tuple(a + stop - start for a, start, stop in zip(at, lo, hi, strict=True)) for _, (lo, hi), at in own
     ]
+    most = tuple(max(column) for column in zip(*ends, strict=True))
+    moved = [(member, box, tuple(a - b for a, b in zip(at, least, strict=True))) for member, box, at in own]
+    return tuple(b - a for a, b in zip(least, most, strict=True)), moved
 
 
 def _concatenated(
@@ -135,7 +151,7 @@ def _concatenated(
     members: list[HeldTensor],
     pieces: list[list[tuple[Box, tuple[int, ...]]]],
     shapes: list[tuple[int, ...]],
-) -> tuple[tuple[int, ...], list[tuple[HeldTensor, Box, tuple[int, ...]]]]:
+) -> tuple[tuple[int, ...], list[Placed]]:
     """Return the storage's shape in logical dims, and each piece with where it starts in it."""
     rule = group.rule
     if rule is None or not rule.concat or rule.interleave is not None:
@@ -156,7 +172,7 @@ def _concatenated(
 
 def _in_blocks(
     member: HeldTensor, box: Box, at: tuple[int, ...], dim: int, block: int, index: int, num_operands: int
-) -> list[tuple[HeldTensor, Box, tuple[int, ...]]]:
+) -> list[Placed]:
     """Cut a piece where its local rows pass from one block to the next."""
     lo, hi = box
     found = []

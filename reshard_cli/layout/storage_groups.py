@@ -155,6 +155,10 @@ def check_groups(
             kinds = ", ".join(f"{member.name} {member.dtype}" for member in members)
             add((*where, "concat"), "dtype", f"operands differ in dtype: {kinds}")
             continue
+        if len({member.padding for member in members}) > 1:
+            kinds = ", ".join(f"{member.name} {member.padding}" for member in members)
+            add((*where, "concat"), "padding", f"operands differ in what becomes of their padding: {kinds}")
+            continue
         if len(members) > 1:
             _check_on_ranks(group, [(member, geometries[member.geometry]) for member in members], where, add)
         name = storage_name(group, stages)

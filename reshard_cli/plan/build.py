@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -128,7 +129,7 @@ def _rounds(entries: Entries, streams: Streams, num_ranks: int, staging: int) ->
         least = int(2 * count.max() * (widest + _BLOCK_PADDING))
         raise DocumentError(
             f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
-            f"give at least {least / 2**20:.3f} MiB"
+            f"give at least {math.ceil(least / 2**20 * 1e6) / 1e6:g} MiB"
         )
     return int(np.max(-(-total // np.maximum(room, 1)))), grain
 

@@ -39,8 +39,8 @@ def open_source(origin: str, plan: Plan, ranks: list[int], version: int, *, allo
         raise WeightsError(f"--from: {folder}: no such folder (or write 'synthetic')")
     if is_rank_folder(folder):
         return rank_folder_source(folder, plan.source, ranks)
-    stored = check_checkpoint(folder, plan.source, plan.pairs, allow_extra=allow_extra)
-    return CheckpointSource(stored, plan.source)
+    stored, extra = check_checkpoint(folder, plan.source, plan.pairs, allow_extra=allow_extra)
+    return CheckpointSource(stored, plan.source, extra)
 
 
 def check_target(target: str, token: str) -> PendingFolder | None:

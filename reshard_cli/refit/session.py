@@ -35,6 +35,7 @@ from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
 from reshard_cli.transport.launcher import World
 from reshard_cli.transport.store import connect_store
+from reshard_cli.weights.checkpoint import CheckpointSource
 from reshard_cli.weights.rank_folder import PendingFolder
 
 __all__ = ["Iteration", "RefitReport", "run_rank"]
@@ -211,6 +212,7 @@ class _Session:
         self.transport: Transport | None = None
         self.sent = {NETWORK: 0, DOMAIN: 0}
         self.compared = 0
+        self.extra = plan.extra
         self.peak = 0
 
     def run(
@@ -265,7 +267,9 @@ class _Session:
         if self.source_rank is None and not (self.options.verify and self.destination_rank is not None):
             return
         ranks = [] if self.source_rank is None else [self.source_rank]
-        open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
+        source = open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
+        if isinstance(source, CheckpointSource):
+            self.extra = sorted({*self.extra, *source.extra})
 
     def _destination(self, version: int) -> Destination | None:
         if self.destination_rank is None:
@@ -382,7 +386,7 @@ class _Session:
             peak_staging_bytes=max(one[0] for one in everybody),
             environment=describe_environment(self.setup["backend"]),
             casts=casts,
-            extra=plan.extra,
+            extra=self.extra,
         )
 
     def close(self) -> None:

@@ -83,7 +83,6 @@ class PieceRule(StrictDocument):
     tensor: str
     rank: int = Field(ge=0)
     box: list[list[int]] = Field(description="[start, stop] per dim of the tensor")
-    storage: str | None = Field(None, description="default: the tensor's name")
 
 
 class LayoutDocument(StrictDocument):
@@ -213,8 +212,6 @@ class _Checker:
         for dim, multiple in rule.pad.items():
             if not dim.isdigit():
                 self.add((*where, "pad", dim), f"a dim is a whole number from 0, not {dim!r}")
-            if dim in rule.blocks:
-                self.add((*where, "pad", dim), "a dim is cut in blocks or padded, not both")
             if not 1 <= multiple <= 1 << 40:
                 self.add((*where, "pad", dim), f"a multiple is at least 1 and at most 2**40, not {multiple}")
 
@@ -222,6 +219,8 @@ class _Checker:
         for number, (dim, sizes) in enumerate(rule.blocks.items()):
             if not dim.isdigit():
                 self.add((*where, "blocks", dim), f"a dim is a whole number from 0, not {dim!r}")
+            if rule.pad:
+                self.add((*where, "blocks", dim), "a tensor is cut in blocks or padded, not both")
             if number:
                 self.add((*where, "blocks", dim), "only one dim of a tensor is cut in blocks")
             if not sizes or min(sizes) < 1:

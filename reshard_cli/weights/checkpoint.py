@@ -25,8 +25,9 @@ _SHOWN = 12
 class CheckpointSource:
     """Reads boxes of logical tensors from safetensors files. Files are mapped when first touched."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], layout: JobLayout) -> None:
-        """`stored` is by the layout's logical names (see `check_checkpoint`)."""
+    def __init__(self, stored: Mapping[str, StoredTensor], layout: JobLayout, extra: list[str]) -> None:
+        """`stored` is by the layout's logical names, `extra` what was left out: see `check_checkpoint`."""
+        self.extra = extra
         self._stored = stored
         self._experts = {tensor.logical for tensor in layout.tensors if tensor.has_experts}
         self._files: dict[Path, MappedFile] = {}
@@ -60,8 +61,8 @@ def _alignment(stored: StoredTensor) -> int:
 
 def check_checkpoint(
     folder: Path, layout: JobLayout, pairs: list[TensorPair], *, allow_extra: bool
-) -> dict[str, StoredTensor]:
-    """Return the folder's tensors by the logical names of the source layout, after checking each one.
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the folder's tensors by the source layout's logical names, checked, and the names left out.
 
     Raises WeightsError for tensors that are missing, extra, or of another shape or dtype than declared.
     """
@@ -100,7 +101,7 @@ def check_checkpoint(
             )
     if lines:
         raise WeightsError("\n".join(lines))
-    return names
+    return names, extra
 
 
 def _renamed(stored: Mapping[str, StoredTensor], layout: JobLayout) -> dict[str, StoredTensor]:

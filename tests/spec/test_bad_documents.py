@@ -90,7 +90,7 @@ LAYOUTS = {
     "blocks of a dim that is not there": (HEAD + REST + "    blocks: {9: [3]} #!\n", "has no"),
     "blocks without rows": (HEAD + REST + "    blocks: {0: [10, 0]} #!\n", "at least 1 row each"),
     "blocks of two dims": (HEAD + REST + "    blocks: {0: [10], 1: [8]} #!\n", "only one dim"),
-    "blocks of a padded dim": (HEAD + REST + "    blocks: {0: [10]}\n    pad: {0: 4} #!\n", "blocks or padded, not both"),
+    "blocks of a padded tensor": (HEAD + REST + "    blocks: {0: [10]} #!\n    pad: {1: 4}\n", "blocks or padded, not both"),
     "unknown padding": (HEAD + REST + "    padding: poison #!\n", "must be 'zero' or 'keep'"),
     "unknown route": (HEAD + REST + "    route: carrier-pigeon #!\n", "must be 'broadcast' or 'reshard'"),
     "storage of nothing": (HEAD + REST + "storage:\n  - tensor: x #!\n", "either `concat` (a list of patterns) or"),
