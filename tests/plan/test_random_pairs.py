@@ -21,7 +21,7 @@ from reshard_cli.spec.dtypes import ITEM_SIZE
 from tests.random_layouts import RandomPair, draw_pair, draw_values, expected_storages, held_elements
 from tests.support import make_jobs, refit_in_process
 
-MANY = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 randoms = st.integers(0, 2**32).map(Random)
 
 
