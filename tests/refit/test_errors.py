@@ -1,4 +1,4 @@
-"""Weights that do not fit, places that cannot be written: one message, the right exit code, nothing left behind."""
+"""Weights that do not fit, places that cannot be written: one message, the right exit code, nothing left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from tests.support import model_document, run_cli, write_yaml
+from tests.support import end_group, model_document, run_cli, start_cli, write_yaml
 
 SHAPES = {"a.w": ((8, 4), "float32"), "b.w": ((6,), "bfloat16"), "c.w": ((2, 2), "uint8")}
 
@@ -45,8 +45,17 @@ def assert_refused(done, code, *words):
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert len(re.findall(r"^error: ", done.stderr, re.M)) == 1, done.stderr
+    message = done.stderr.partition("error: ")[2].splitlines()[0]
+    assert message
+    assert done.stderr.count(message) == 1, done.stderr
     for word in words:
         assert word in done.stderr
+
+
+def assert_nothing_left(out):
+    """Nothing stands under the final name, nor under a hidden one beside it."""
+    assert not out.exists()
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_checkpoint_that_fits_is_refitted(setting):
@@ -76,14 +85,22 @@ def test_weights_that_do_not_fit_the_documents_are_named(setting, content, words
     folder, run, out = setting
     save_file(content(), folder / "model.safetensors")
     assert_refused(run(), 3, *words)
-    assert not out.exists()
+    assert_nothing_left(out)
 
 
 def test_an_extra_tensor_is_left_out_where_allowed(setting):
     folder, run, out = setting
     save_file({**tensors(), "z.w": torch.ones(1)}, folder / "model.safetensors")
     assert run("--allow-extra", "--verify").returncode == 0
-    assert out.exists()
+    assert load_file(out / "rank-00000.safetensors").keys() == SHAPES.keys()
+
+
+def test_a_tensor_left_out_by_allow_extra_is_listed_in_the_report(setting):
+    folder, run, _ = setting
+    save_file({**tensors(), "z.w": torch.ones(1)}, folder / "model.safetensors")
+    done = run("--allow-extra", "--json", "-", target="memory")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["extra"] == ["z.w"]
 
 
 def truncate(folder):
@@ -119,7 +136,7 @@ def test_a_corrupt_checkpoint_is_refused_with_its_file(setting, spoil, words):
     folder, run, out = setting
     spoil(folder)
     assert_refused(run(), 3, *words)
-    assert not out.exists()
+    assert_nothing_left(out)
 
 
 def test_places_that_do_not_exist_or_are_somebody_elses_are_refused(setting, tmp_path):
@@ -142,6 +159,44 @@ def test_an_earlier_refits_folder_is_replaced(setting):
     assert sorted(path.name for path in out.parent.iterdir() if path.name.startswith(".")) == []
 
 
+def test_a_failed_refit_leaves_the_earlier_refits_folder_as_it_was(setting):
+    folder, run, out = setting
+    assert run().returncode == 0
+    before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in out.iterdir()}
+    truncate(folder)
+    assert_refused(run(), 3, "model.safetensors: truncated")
+    assert {path.name: (path.stat().st_ino, path.read_bytes()) for path in out.iterdir()} == before
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["each to its own folder", "all to one folder"])
+def test_refits_at_once_on_one_host_do_not_clash(setting, tmp_path, same):
+    folder, _, _ = setting
+    targets = [tmp_path / ("out" if same else f"out{i}") for i in range(3)]
+    running = [
+        start_cli(
+            "refit", tmp_path / "source.yaml", tmp_path / "destination.yaml", "--from", folder,
+            "--to", target, "--verify", "--timeout", "30",
+        )
+        for target in targets
+    ]  # fmt: skip
+    try:
+        for process in running:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert "Traceback" not in err
+    finally:
+        for process in running:
+            end_group(process)
+    expected = tensors()
+    for target in targets:
+        assert [path.name for path in target.iterdir()] == ["rank-00000.safetensors"]
+        written = load_file(target / "rank-00000.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -161,21 +216,37 @@ def test_a_world_of_another_size_is_refused(setting):
     assert_refused(run(environment=environment), 2, "the documents need 2 ranks", "the world has 1")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(tmp_path):
+def test_half_of_torchruns_environment_is_refused(setting):
+    _, run, out = setting
+    assert_refused(run(environment={"RANK": "0"}), 2, "RANK set", "WORLD_SIZE", "start with torchrun")
+    assert_nothing_left(out)
+
+
+@pytest.fixture(name="disk")
+def disk_of_one_mib(tmp_path):
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False, capture_output=True
-    )
-    if mounted.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
-    try:
-        write_yaml(tmp_path / "model.yaml", model_document({"w": ((1 << 20,), "float32")}))
-        job = {"model": "model.yaml", "ranks": 1, "tensors": [{"match": "*"}]}
-        source = write_yaml(tmp_path / "source.yaml", {"name": "train", **job})
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "elements"),
+    [(1, 1 << 20), (4, 4 * 80_000)],
+    ids=["one file too large", "room for three of four files"],
+)
+def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(tmp_path, disk, ranks, elements):
+    write_yaml(tmp_path / "model.yaml", model_document({"w": ((elements,), "float32")}))
+    job = {"model": "model.yaml", "ranks": ranks, "meshes": {"m": {"tp": ranks}}}
+    rules = [{"match": "*", "place": {"tp": "shard(0)"}}]
+    source = write_yaml(tmp_path / "source.yaml", {"name": "train", **job, "tensors": rules})
+    for _ in range(1 if ranks == 1 else 3):  # which rank finds the disk full is a matter of chance
         done = run_cli("refit", source, source, "--to", disk / "out", "--timeout", "20")
-        assert_refused(done, 4, str(disk), "rank-00000.safetensors", "No space left")
+        assert_refused(done, 4, str(disk), ".safetensors", "No space left")
         assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)

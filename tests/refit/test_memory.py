@@ -56,7 +56,10 @@ def two_gib_checkpoint(tmp_path):
 
 def bare_import() -> int:
     """Return the private memory of a process that has only imported what a rank imports."""
-    code = "import reshard_cli.cli.refit, reshard_cli.refit.session, sys; sys.stdout.write('up\\n'); sys.stdin.read()"
+    code = (
+        "import torch, reshard_cli.cli.refit, reshard_cli.refit.session, sys\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

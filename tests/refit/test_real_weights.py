@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -93,66 +95,124 @@ def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
+def split(fused: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take the fused tensors of a whole model apart again."""
+    tensors = {}
+    for name, tensor in fused.items():
+        if ".qkv." in name:
+            for part, one in zip(("query", "key", "value"), torch.chunk(tensor, 3), strict=True):
+                tensors[name.replace(".qkv.", f".{part}.")] = one
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
 
 
+def refit_in(
+    work: Path, source: dict, destination: dict, *flags: str, origin: Path = CHECKPOINT, folder: str = "out"
+) -> list[dict[str, Tensor]]:
+    """Refit between two documents written under `work`; return the destination ranks' files."""
+    done = run_cli(
+        "refit", write_yaml(work / f"{source['name']}.yaml", source),
+        write_yaml(work / f"{destination['name']}.yaml", destination),
+        "--from", origin, "--to", work / folder, "--verify", "--json", work / "report.json", *flags,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    paths = sorted((work / folder).iterdir())
+    names = [f"rank-{i:05d}.safetensors" for i in range(destination["ranks"])]
+    assert [path.name for path in paths] == names
+    return [load_file(path) for path in paths]
+
+
+def report_in(work: Path) -> dict:
+    """Return the report of the last `refit_in`."""
+    return json.loads((work / "report.json").read_text())
+
+
+def planned(work: Path, *flags: str) -> dict:
+    """Return what `plan` says of the documents train.yaml and infer.yaml."""
+    documents = (work / "train.yaml", work / "infer.yaml")
+    done = run_cli("plan", *documents, "--model", CHECKPOINT, "--json", "-", *flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(name="refit")
 def refit_fixture(tmp_path) -> Callable[..., list[dict[str, Tensor]]]:
-    """Return a function that refits between two documents and returns the destination ranks' files."""
-
-    def run(source: dict, destination: dict, *flags: str, origin: Path = CHECKPOINT, folder: str = "out"):
-        done = run_cli(
-            "refit", write_yaml(tmp_path / f"{source['name']}.yaml", source),
-            write_yaml(tmp_path / f"{destination['name']}.yaml", destination),
-            "--from", origin, "--to", tmp_path / folder, "--verify", *flags,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        paths = sorted((tmp_path / folder).iterdir())
-        assert [path.name for path in paths] == [f"rank-{i:05d}.safetensors" for i in range(len(paths))]
-        return [load_file(path) for path in paths]
-
-    return run
+    """Return `refit_in` for this test's folder."""
+    return functools.partial(refit_in, tmp_path)
 
 
-def embedding(folder: Path, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the sentence embedding that a BERT with these weights gives for a fixed input."""
-    config = transformers.BertConfig.from_pretrained(folder)
-    model = transformers.BertModel(config).eval()
+@pytest.fixture(scope="module", name="fused")
+def fused_tp2_refit(tmp_path_factory) -> tuple[dict, Path, list[dict[str, Tensor]]]:
+    """One refit of TP4 to fused TP2: its destination document, its folder, and what the files hold."""
+    work = tmp_path_factory.mktemp("fused")
+    document = tensor_parallel("fused", {"tp": 2}, storage=FUSED, model=str(CHECKPOINT))
+    ranks = refit_in(work, tensor_parallel("train", {"tp": 4}), document)
+    return document, work / "out", ranks
+
+
+def embedding(model: transformers.BertModel) -> Tensor:
+    """Return the sentence embedding that a BERT gives for a fixed input."""
+    tokens = torch.tensor([[101, 2023, 2003, 1037, 7099, 6251, 1012, 102]])
+    with torch.no_grad():
+        return model.eval()(tokens).last_hidden_state.mean(1)
+
+
+def bert_of(tensors: dict[str, Tensor]) -> transformers.BertModel:
+    """Return a BERT with these weights, and with no other: it starts full of NaN."""
+    model = transformers.BertModel(transformers.BertConfig.from_pretrained(CHECKPOINT))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not [name for name in missing if "position_ids" not in name]
     assert set(unexpected) <= {"embeddings.position_ids"}
-    tokens = torch.tensor([[101, 2023, 2003, 1037, 7099, 6251, 1012, 102]])
-    with torch.no_grad():
-        return model(tokens).last_hidden_state.mean(1)
+    return model
 
 
-def test_tp4_to_tp2_dp2_equals_tensors_cut_by_hand(refit, original, tmp_path):
-    ranks = refit(
-        tensor_parallel("train", {"tp": 4}), tensor_parallel("infer", {"dp": 2, "tp": 2}),
-        "--json", str(tmp_path / "report.json"),
-    )  # fmt: skip
+@pytest.fixture(scope="module", name="true_embedding")
+def embedding_of_the_checkpoint() -> Tensor:
+    """The embedding of the original checkpoint, loaded by transformers itself."""
+    value = embedding(transformers.BertModel.from_pretrained(CHECKPOINT))
+    assert value.shape == (1, 384)
+    assert value.isfinite().all()
+    assert value.std() > 0
+    return value
+
+
+def test_tp4_to_tp2_dp2_equals_tensors_cut_by_hand_and_reports_what_was_planned(refit, original, tmp_path):
+    ranks = refit(tensor_parallel("train", {"tp": 4}), tensor_parallel("infer", {"dp": 2, "tp": 2}))
     for rank, tensors in enumerate(ranks):
         assert equal(tensors, by_hand(original, 2, rank % 2))
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = report_in(tmp_path)
     fields = {
         "schema", "world", "backend", "mode", "digest", "iterations", "verified", "peak_staging_bytes",
         "environment",
     }  # fmt: skip
     assert fields <= report.keys()
     assert report["schema"] == "reshard-cli/refit/1"
-    assert report["verified"] is True
+    assert report["world"]["ranks"] == 8
     assert report["backend"] == "gloo"
-    plan = run_cli(
-        "plan", tmp_path / "train.yaml", tmp_path / "infer.yaml", "--model", CHECKPOINT, "--json", "-"
-    )
-    planned = json.loads(plan.stdout)
-    assert planned["digest"] == report["digest"]
-    assert planned["traffic"]["network_bytes"] == report["iterations"][0]["network_bytes"]
-    assert planned["traffic"]["domain_bytes"] == report["iterations"][0]["domain_bytes"]
-    assert report["peak_staging_bytes"] <= planned["memory"]["staging_bytes"]
+    assert report["mode"] == "hybrid"
+    assert report["verified"] is True
+    assert report["environment"]["torch"] == torch.__version__
+    (one,) = report["iterations"]
+    assert one.keys() == {"version", "seconds", "phases", "network_bytes", "domain_bytes"}
+    assert one["version"] == 1
+    assert all(0 <= seconds <= one["seconds"] * 1.1 + 1 for seconds in one["phases"].values())
+    plan = planned(tmp_path)
+    assert plan["destination"]["domains"] == 2
+    assert plan["digest"] == report["digest"]
+    assert plan["traffic"]["network_bytes"] == one["network_bytes"] > 0
+    assert plan["traffic"]["domain_bytes"] == one["domain_bytes"]
+    assert report["peak_staging_bytes"] <= plan["memory"]["staging_bytes"]
 
 
 def test_fsdp4_to_tp2_equals_tensors_cut_by_hand(refit, original):
@@ -160,60 +220,99 @@ def test_fsdp4_to_tp2_equals_tensors_cut_by_hand(refit, original):
         assert equal(tensors, by_hand(original, 2, rank))
 
 
-def test_pp2_tp2_to_one_rank_gives_the_same_model_and_the_same_embedding(refit, original):
+def test_pp2_tp2_to_one_rank_gives_the_same_model_and_the_same_embedding(refit, original, true_embedding):
     (tensors,) = refit(tensor_parallel("train", {"pp": 2, "tp": 2}, stage=True), whole("infer"))
     assert equal(tensors, original)
-    assert torch.equal(embedding(CHECKPOINT, tensors), embedding(CHECKPOINT, original))
+    assert torch.equal(embedding(bert_of(tensors)), true_embedding)
 
 
-def test_tp4_to_fused_qkv_equals_tensors_fused_by_hand(refit, original):
-    ranks = refit(tensor_parallel("train", {"tp": 4}), tensor_parallel("infer", {"tp": 2}, storage=FUSED))
+def test_tp4_to_fused_qkv_equals_tensors_fused_by_hand(fused, original):
+    _, _, ranks = fused
     for rank, tensors in enumerate(ranks):
         assert equal(tensors, fuse(by_hand(original, 2, rank)))
 
 
-def test_fused_weights_taken_apart_again_give_the_same_embedding(refit, original, tmp_path):
-    (fused,) = refit(fsdp("train", 4), whole("fused", storage=FUSED))
-    assert equal(fused, fuse(original))
-    # the files of one refit are the source of the next
-    model = str(CHECKPOINT)
-    (tensors,) = refit(
-        whole("fused", storage=FUSED, model=model), whole("infer", model=model),
-        origin=tmp_path / "out", folder="back",
-    )  # fmt: skip
+def test_fused_weights_split_by_hand_give_the_same_embedding(refit, original, true_embedding):
+    (stored,) = refit(fsdp("train", 4), whole("infer", storage=FUSED))
+    assert equal(stored, fuse(original))
+    tensors = split(stored)
     assert equal(tensors, original)
-    assert torch.equal(embedding(CHECKPOINT, tensors), embedding(CHECKPOINT, original))
+    assert torch.equal(embedding(bert_of(tensors)), true_embedding)
 
 
-def test_a_cast_is_torchs_cast(refit, original):
+def test_the_folder_of_one_refit_is_the_source_of_the_next(refit, fused, original):
+    document, folder, _ = fused
+    (tensors,) = refit(document, whole("infer", model=str(CHECKPOINT)), origin=folder)
+    assert equal(tensors, original)
+
+
+def test_a_cast_by_rule_is_torchs_cast_and_leaves_the_other_tensors(refit, original):
     (tensors,) = refit(
         tensor_parallel("train", {"tp": 2}),
         whole("infer", tensors=[{"match": "*.position_ids"}, {"match": "*", "dtype": "bfloat16"}]),
     )
     expected = {
-        name: tensor if tensor.dtype == torch.int64 else tensor.bfloat16()
+        name: tensor if tensor.dtype == torch.int64 else tensor.to(torch.bfloat16)
         for name, tensor in original.items()
     }
     assert equal(tensors, expected)
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "hybrid-ffn", "reshard"])
-def test_every_mode_gives_the_same_files_in_rounds_of_any_size(refit, original, mode):
-    ranks = refit(
-        tensor_parallel("train", {"tp": 2}), tensor_parallel("infer", {"tp": 2}),
-        "--mode", mode, "--staging", "8", "--domain", "1",
-    )  # fmt: skip
+def test_a_cast_by_the_documents_dtype_is_torchs_cast_of_every_tensor(refit, original, tmp_path):
+    ranks = refit(fsdp("train", 2), tensor_parallel("infer", {"tp": 2}, dtype="bfloat16"))
+    for rank, tensors in enumerate(ranks):
+        expected = by_hand(original, 2, rank)
+        assert equal(tensors, {name: tensor.to(torch.bfloat16) for name, tensor in expected.items()})
+    assert report_in(tmp_path)["casts"] == ["float32 -> bfloat16", "int64 -> bfloat16"]
+
+
+def test_every_mode_gives_identical_files_and_moves_the_bytes_it_planned(refit, original, tmp_path):
+    files_of = {}
+    for mode in ("broadcast", "hybrid-ffn", "hybrid", "reshard"):
+        flags = ("--mode", mode, "--staging", "8", "--domain", "1")
+        ranks = refit(
+            tensor_parallel("train", {"tp": 2}), tensor_parallel("infer", {"tp": 2}), *flags, folder=mode
+        )
+        for rank, tensors in enumerate(ranks):
+            assert equal(tensors, by_hand(original, 2, rank)), mode
+        files_of[mode] = [path.read_bytes() for path in sorted((tmp_path / mode).iterdir())]
+        assert files_of[mode] == files_of["broadcast"], mode
+        report, plan = report_in(tmp_path), planned(tmp_path, *flags)
+        assert report["mode"] == mode
+        # a domain of one rank has no neighbours: everything is network
+        assert plan["traffic"]["domain_bytes"] == report["iterations"][0]["domain_bytes"] == 0, mode
+        assert plan["traffic"]["network_bytes"] == report["iterations"][0]["network_bytes"] > 0, mode
+
+
+def test_one_mib_of_staging_is_kept_in_many_rounds(refit, original, tmp_path):
+    flags = ("--staging", "1")
+    ranks = refit(fsdp("train", 2), tensor_parallel("infer", {"tp": 2}), *flags)
     for rank, tensors in enumerate(ranks):
         assert equal(tensors, by_hand(original, 2, rank))
+    report, plan = report_in(tmp_path), planned(tmp_path, *flags)
+    assert plan["rounds"] > 1
+    assert 0 < report["peak_staging_bytes"] <= 1 << 20
+    assert plan["traffic"]["network_bytes"] == report["iterations"][0]["network_bytes"]
+    assert plan["traffic"]["domain_bytes"] == report["iterations"][0]["domain_bytes"]
 
 
-def test_colocated_jobs_and_loops_give_the_same_files(refit, original):
+def test_colocated_jobs_in_a_loop_on_one_host_give_the_same_files_each_time(refit, original, tmp_path):
     ranks = refit(
         tensor_parallel("train", {"tp": 4}), tensor_parallel("infer", {"dp": 2, "tp": 2}),
         "--colocated", "--iterations", "3", "--domain", "auto",
     )  # fmt: skip
     for rank, tensors in enumerate(ranks):
         assert equal(tensors, by_hand(original, 2, rank % 2))
+    report = report_in(tmp_path)
+    assert report["world"]["ranks"] == 4
+    assert report["world"]["colocated"] is True
+    assert [one["version"] for one in report["iterations"]] == [1, 2, 3]
+    # all ranks are on one host, which is one domain
+    assert {one["network_bytes"] for one in report["iterations"]} == {0}
+    (domain_bytes,) = {one["domain_bytes"] for one in report["iterations"]}
+    assert domain_bytes > 0
+    with safe_open(tmp_path / "out" / "rank-00000.safetensors", "pt") as file:
+        assert file.metadata()["version"] == "3"
 
 
 def test_a_sharded_checkpoint_is_read_by_its_index(refit, original, tmp_path):
@@ -231,10 +330,10 @@ def test_a_sharded_checkpoint_is_read_by_its_index(refit, original, tmp_path):
 
 
 def test_it_runs_under_torchrun(original, tmp_path):
-    source = write_yaml(tmp_path / "a.yaml", fsdp("train", 2))
+    source = write_yaml(tmp_path / "a.yaml", fsdp("train", 4))
     destination = write_yaml(tmp_path / "b.yaml", tensor_parallel("infer", {"tp": 2}))
     done = run_module(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "reshard_cli", "refit",
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "6", "-m", "reshard_cli", "refit",
         source, destination, "--from", CHECKPOINT, "--to", tmp_path / "out", "--verify", timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
