@@ -53,12 +53,28 @@ class Interleaved:
     """One operand's part in an interleaved storage: its place among the operands, along one dim.
 
     sizes: each operand's rows; index: which one is meant; num_groups: the groups that each is cut into.
+    unzip: rows of the operand's runs of which, inside a group, the even ones lie before the odd ones (a gated
+    query has each head's query and then its gate; Megatron keeps a group's queries before its gates); 0: none.
     """
 
     dim: int
     sizes: tuple[int, ...]
     index: int
     num_groups: int
+    unzip: int = 0
+
+    def segments(self) -> tuple[Ints, Ints, Ints]:
+        """Return (fused start, logical start, rows) of the runs in which the operand lies in the whole."""
+        rows = self.sizes[self.index] // self.num_groups
+        group_rows = sum(self.sizes) // self.num_groups
+        before = sum(size // self.num_groups for size in self.sizes[: self.index])
+        groups = np.arange(self.num_groups, dtype=np.int64)[:, None]
+        run = self.unzip or rows
+        runs = np.arange(rows // run, dtype=np.int64)[None, :]
+        place = np.where(runs % 2, (len(runs[0]) + 1) // 2 + runs // 2, runs // 2) if self.unzip else runs
+        fused = groups * group_rows + before + place * run
+        logical = groups * rows + runs * run
+        return fused.reshape(-1), logical.reshape(-1), np.full(fused.size, run, np.int64)
 
 
 def placed_holdings(
@@ -140,18 +156,14 @@ def interleaved_holdings(
     whole = (*shape[:dim], sum(fused.sizes), *shape[dim + 1 :])
     shards = cut(whole, axes, place, stage=stage, has_experts=has_experts)
     rank, lo, hi, local_lo = _boxes(shards)
-    rows = shape[dim] // fused.num_groups
-    group_rows = sum(fused.sizes) // fused.num_groups
-    before = sum(size // fused.num_groups for size in fused.sizes[: fused.index])
-    groups = np.arange(fused.num_groups, dtype=np.int64)
-    segment = groups * group_rows + before
-    first = np.maximum(lo[:, None, dim], segment[None, :])
-    last = np.minimum(hi[:, None, dim], segment[None, :] + rows)
-    box, group = np.nonzero(first < last)
+    start, logical, rows = fused.segments()
+    first = np.maximum(lo[:, None, dim], start[None, :])
+    last = np.minimum(hi[:, None, dim], (start + rows)[None, :])
+    box, run = np.nonzero(first < last)
     out_lo, out_hi, out_local = lo[box].copy(), hi[box].copy(), local_lo[box].copy()
-    out_local[:, dim] += first[box, group] - lo[box, dim]
-    out_lo[:, dim] = first[box, group] - segment[group] + group * rows
-    out_hi[:, dim] = last[box, group] - segment[group] + group * rows
+    out_local[:, dim] += first[box, run] - lo[box, dim]
+    out_lo[:, dim] = first[box, run] - start[run] + logical[run]
+    out_hi[:, dim] = last[box, run] - start[run] + logical[run]
     return _holdings(shards, rank[box], out_lo, out_hi, out_local)
 
 

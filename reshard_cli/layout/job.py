@@ -33,6 +33,7 @@ from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor, Model, rename_model
 from reshard_cli.spec.names import fill, normalise, template_of
 from reshard_cli.spec.placement import Expert, Placement, Shard, Stage
+from reshard_cli.spec.preset import with_preset
 
 __all__ = ["JobLayout", "build_layout"]
 
@@ -80,8 +81,10 @@ class _Builder:
                 raise
             problem = loaded.located.problem(("rename",), str(error))
             raise DocumentError(problems=[problem]) from error
+        self.loaded = with_preset(loaded, self.model)
+        self.document = self.loaded.document
         self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
-        self.stages = Stages.of(loaded, self.model)
+        self.stages = Stages.of(self.loaded, self.model)
         self.geometries: list[Holdings] = []
         self.keys: dict[object, int] = {}
         self.problems: dict[tuple[KeyPath, str], tuple[Problem, int]] = {}
@@ -313,6 +316,7 @@ def build_layout(loaded: LoadedLayout, model: Model) -> JobLayout:
     without a stage, storages whose operands do not fit together.
     """
     builder = _Builder(loaded, model)
+    loaded = builder.loaded
     aliases = builder.aliases()
     alias_names = {tensor.name for tensor, _ in aliases}
     plain = [(tensor, tensor.name) for tensor in builder.model.tensors if tensor.name not in alias_names]

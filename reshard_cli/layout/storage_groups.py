@@ -45,7 +45,7 @@ class StorageGroup:
         dim = concat_dim(self.rule, members[0].has_experts)
         sizes = tuple(member.shape[dim] for member in members if dim < len(member.shape))
         return {
-            position: Interleaved(dim, sizes, index, self.rule.interleave)
+            position: Interleaved(dim, sizes, index, self.rule.interleave, self.rule.unzip.get(str(index), 0))
             for index, position in enumerate(self.operands)
         }
 
@@ -69,7 +69,10 @@ def group_storages(
     groups: list[StorageGroup] = []
     for position, tensor in enumerate(tensors):
         probe = tensor.name.replace("{expert}", "0")
-        found = next(((i, o, p) for i, o, p in operands if p.matches(probe)), None)
+        found = next(
+            ((i, o, p) for i, o, p in operands if p.matches(probe) and _at_layer(loaded, i, tensor.layer)),
+            None,
+        )
         if found is None:
             groups.append(StorageGroup(tensor.name, tensor.layer, (position,), None, None))
             continue
@@ -100,11 +103,16 @@ def group_storages(
     return groups
 
 
+def _at_layer(loaded: LoadedLayout, index: int, layer: int | None) -> bool:
+    layers = loaded.document.storage[index].layers
+    return layers is None or layer in layers
+
+
 def _renamed(rule: StorageRule, pattern: Pattern, tensor: LogicalTensor) -> str:
     """Return the new name; `*` and captures are carried over in order, local numbers filled in later."""
     mark = "987654321"
     groups = pattern.groups(tensor.name.replace("{expert}", mark)) or ()
-    return substitute(rule.tensor, groups).replace(mark, "{expert}")
+    return substitute(rule.tensor, pattern, groups).replace(mark, "{expert}")
 
 
 def _fit(index: int, rule: StorageRule, members: list[LogicalTensor], add: AddProblem) -> bool:
@@ -131,6 +139,12 @@ def _fit(index: int, rule: StorageRule, members: list[LogicalTensor], add: AddPr
         if rule.interleave is not None and member.shape[dim] % rule.interleave:
             message = f"{member.name!r} has {member.shape[dim]} rows, no multiple of {rule.interleave} groups"
             add((*where, "interleave"), "groups", message)
+            return False
+        run = rule.unzip.get(str(members.index(member)))
+        if rule.interleave is not None and run and member.shape[dim] // rule.interleave % (2 * run):
+            rows = member.shape[dim] // rule.interleave
+            message = f"{member.name!r} has {rows} rows a group, no pairs of {run}"
+            add((*where, "unzip", str(members.index(member))), "runs", message)
             return False
     if rule.transpose and len(first.shape) - first.has_experts < 2:
         add((*where, "transpose"), "dims", f"{first.name!r} has fewer than two dims to swap")

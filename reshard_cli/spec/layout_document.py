@@ -7,7 +7,7 @@ meshes fit the ranks, that rules name real axes and meshes, that patterns and pl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,6 +28,7 @@ __all__ = [
     "Pipeline",
     "StorageRule",
     "TensorRule",
+    "check_layout",
     "read_layout_document",
 ]
 
@@ -58,6 +59,7 @@ class TensorRule(StrictDocument):
     padding: Literal["zero", "keep"] = Field("zero", description="what a refit does to padding rows")
     dtype: str | None = Field(None, description="storage dtype of these tensors")
     route: Literal["broadcast", "reshard"] | None = Field(None, description="how these tensors travel")
+    why: str | None = Field(None, description="the reason for the route, said in the plan")
 
 
 class StorageRule(StrictDocument):
@@ -74,6 +76,11 @@ class StorageRule(StrictDocument):
         None, ge=1, description="groups: the whole operands are laid group by group, before the cut"
     )
     block: int | None = Field(None, ge=1, description="rows: the rank's shards take turns, block by block")
+    unzip: dict[str, int] = Field(
+        {},
+        description="with interleave, operand number: rows; within a group its even runs of these lie first",
+    )
+    layers: list[int] | None = Field(None, description="only at these layers; default: all")
     transpose: bool = Field(False, description="the last two dims are swapped in the storage")
 
 
@@ -93,6 +100,10 @@ class LayoutDocument(StrictDocument):
     domain: int = Field(8, ge=1, le=_MOST, description="consecutive ranks per NVLink domain; default 8")
     model: str | None = Field(None, description="a model document or checkpoint folder, seen from here")
     dtype: str | None = Field(None, description="storage dtype where no rule says otherwise")
+    engine: str | None = Field(None, description="preset: gives meshes, tensors, storage, pipeline")
+    parallel: dict[str, int] = Field({}, description="the engine's sizes, as {tp: 4, pp: 8, ep: 16}")
+    options: dict[str, int] = Field({}, description="the engine's other numbers; `layouts ENGINE` lists them")
+    config: dict[str, int] = Field({}, description="over the model's config, for the engine preset")
     meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
     pipeline: Pipeline | None = None
     tensors: list[TensorRule] = Field([])
@@ -253,6 +264,13 @@ class _Checker:
             self.add((*where, "tensor"), "`*` goes with `rename`, not with `concat`")
         if rule.interleave is not None and rule.block is not None:
             self.add((*where, "block"), "`interleave` and `block` cannot both lay out one storage")
+        for operand, rows in rule.unzip.items():
+            if rule.interleave is None:
+                self.add((*where, "unzip"), "goes with `interleave`")
+            elif not operand.isdigit() or int(operand) >= self._operands(rule):
+                self.add((*where, "unzip", operand), f"operands are numbered 0 to {self._operands(rule) - 1}")
+            elif rows < 1:
+                self.add((*where, "unzip", operand), f"a run has at least 1 row, not {rows}")
         if rule.stack == "expert" and "{expert}" in rule.tensor:
             self.add(
                 (*where, "tensor"), "a stack holds all the rank's experts; leave {expert} out of its name"
@@ -284,6 +302,11 @@ class _Checker:
                     ("alias", name), f"{target!r} is an alias itself; name the tensor that it stands for"
                 )
 
+    def engine(self) -> None:
+        for key in ("parallel", "options", "config"):
+            if self.document.engine is None and getattr(self.document, key):
+                self.add((key,), "goes with `engine`, which this document does not name")
+
     def rename(self) -> None:
         for pattern, target in self.document.rename.items():
             self.tried(("rename", pattern), Pattern, pattern)
@@ -292,8 +315,23 @@ class _Checker:
 
 
 def read_layout_document(path: Path) -> LoadedLayout:
-    """Read and check one layout document. Raises DocumentError with every problem it has."""
+    """Read and check one layout document. Raises DocumentError with every problem it has.
+
+    A document with an engine is only checked by its schema: what its rules refer to is known with the model.
+    """
     document, located, problems = read_document(path, LayoutDocument)
+    if document.engine is None or problems:
+        return check_layout(document, located, path, problems)
+    return LoadedLayout(document, located, path, {}, (), ())
+
+
+def check_layout(
+    document: LayoutDocument, located: Located, path: Path, problems: Sequence[Problem] = ()
+) -> LoadedLayout:
+    """Return a layout document (without an engine) with its texts parsed.
+
+    Raises DocumentError with the problems found before, and all of its own.
+    """
     checker = _Checker(document, located)
     checker.dtype(("dtype",), document.dtype)
     checker.mesh_sizes()
@@ -305,10 +343,12 @@ def read_layout_document(path: Path) -> LoadedLayout:
         checker.piece(index)
     checker.alias()
     checker.rename()
-    if not (document.tensors or document.pieces or problems):
-        checker.add((), "no `tensors` and no `pieces`: nothing says what the ranks hold")
-    problems += checker.problems
-    if problems:
-        raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
+    checker.engine()
+    found = [*problems, *checker.problems]
+    if not (document.tensors or document.pieces or document.engine or found):
+        checker.add((), "no `tensors` and no `pieces`: nothing says what the ranks hold; or name an `engine`")
+        found = checker.problems
+    if found:
+        raise DocumentError(problems=sorted(set(found), key=lambda problem: problem.line))
     matches = tuple(pattern for pattern, _ in rules if pattern is not None)
     return LoadedLayout(document, located, path, checker.meshes, tuple(place for _, place in rules), matches)

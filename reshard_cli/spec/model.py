@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import item_size
@@ -50,11 +50,15 @@ class LogicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's logical tensors, in their order; `origin` says where they were read."""
+    """A model's logical tensors, in their order; `origin` says where they were read.
+
+    `config` has whole numbers that shapes alone do not tell, by the names of Hugging Face's config.json.
+    """
 
     name: str
     tensors: tuple[LogicalTensor, ...]
     origin: str = ""
+    config: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def num_tensors(self) -> int:
@@ -72,7 +76,9 @@ class Model:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
+def model_of_checkpoint(
+    name: str, stored: Mapping[str, StoredTensor], config: Mapping[str, int] | None = None
+) -> Model:
     """Return the model that a checkpoint's headers describe, in order of their names.
 
     Raises WeightsError where two stored names become one when normalised.
@@ -88,7 +94,8 @@ def model_of_checkpoint(name: str, stored: Mapping[str, StoredTensor]) -> Model:
         seen[plain] = stored_name
         tensors.append(LogicalTensor(plain, tensor.shape, tensor.dtype))
     grouped = group_experts(tensors)
-    return Model(name, tuple(sorted(grouped, key=lambda tensor: _order(tensor.name))), origin=name)
+    ordered = tuple(sorted(grouped, key=lambda tensor: _order(tensor.name)))
+    return Model(name, ordered, origin=name, config=config or {})
 
 
 def group_experts(tensors: Iterable[LogicalTensor]) -> list[LogicalTensor]:
@@ -147,6 +154,6 @@ def _renamed(name: str, patterns: Iterable[tuple[Pattern, str]]) -> str:
     for pattern, target in patterns:
         groups = pattern.groups(plain)
         if groups is not None:
-            plain = substitute(target, groups)
+            plain = substitute(target, pattern, groups)
             break
     return plain.replace(_ANY_EXPERT, "{expert}")

@@ -5,6 +5,7 @@
     sizes: {hidden: 256, layers: 4, experts: 8, width: 64}
     ranges: {layer: layers, expert: experts}
     sets: {routed: {from: 1}}
+    config: {head_dim: 64}
     tensors:
       model.embed_tokens.weight: [1000, hidden]
       "model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight": [width, hidden]
@@ -12,7 +13,7 @@
 
 Shapes and ranges are whole-number expressions of the sizes. `{layer}` and `{expert}` run over their
 ranges, `{a,b}` over the choices; `layers` restricts an entry to some layers: {from, to, step}, a list, or a
-named set, which may also be {pattern, letter}.
+named set, which may also be {pattern, letter}. `config` has what engine presets ask for beside the shapes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pydantic import Field
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.checking import StrictDocument, read_document
+from reshard_cli.spec.config import read_config
 from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.expressions import evaluate
 from reshard_cli.spec.headers import index_folder
@@ -80,6 +82,9 @@ class ModelDocument(StrictDocument):
     sizes: dict[str, Expression] = Field({})
     ranges: _Ranges = _Ranges()
     sets: dict[str, _LayerRange | _LayerPattern | list[int]] = Field({}, description="named sets of layers")
+    config: dict[str, Expression] = Field(
+        {}, description="numbers that engine presets ask for, by the names of Hugging Face's config.json"
+    )
     tensors: dict[str, list[Expression] | _TensorEntry] = Field(min_length=1)
 
 
@@ -92,6 +97,7 @@ class _Reader:
         self.problems: list[Problem] = []
         self.sizes: dict[str, int] = {}
         self.tensors: dict[str, LogicalTensor] = {}
+        self.config: dict[str, int] = {}
 
     def add(self, path: KeyPath, message: str) -> None:
         self.problems.append(self.located.problem(path, message))
@@ -110,6 +116,8 @@ class _Reader:
     def run(self) -> None:
         for name, expression in self.document.sizes.items():
             self.sizes[name] = self.number(("sizes", name), expression, 0)
+        for name, expression in self.document.config.items():
+            self.config[name] = self.number(("config", name), expression, 0)
         if self.document.dtype not in ITEM_SIZE:
             self.add(("dtype",), f"unknown dtype {self.document.dtype!r}; {dtype_hint(self.document.dtype)}")
         for pattern, entry in self.document.tensors.items():
@@ -213,7 +221,7 @@ def read_model(path: Path) -> Model:
     Raises DocumentError for a wrong document, WeightsError for a corrupt checkpoint.
     """
     if path.is_dir():
-        return model_of_checkpoint(str(path), index_folder(path))
+        return model_of_checkpoint(str(path), index_folder(path), read_config(path))
     if not path.exists():
         raise DocumentError(f"{path}: no such model document or checkpoint folder")
     document, located, problems = read_document(path, ModelDocument)
@@ -222,7 +230,8 @@ def read_model(path: Path) -> Model:
     problems += reader.problems
     if problems:
         raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
-    return Model(document.name, tuple(group_experts(reader.tensors.values())), origin=str(path))
+    tensors = tuple(group_experts(reader.tensors.values()))
+    return Model(document.name, tensors, origin=str(path), config=reader.config)
 
 
 def model_document_text(model: Model, name: str) -> str:
@@ -255,4 +264,6 @@ def model_document_text(model: Model, name: str) -> str:
             entries[key] = entry if len(entry) > 1 else inner
     ranges = {key: count for key, count in (("layer", num_layers), ("expert", num_experts)) if count}
     document = {"name": name, "dtype": dtype, "ranges": ranges, "tensors": entries}
+    if model.config:
+        document["config"] = dict(model.config)
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=110)

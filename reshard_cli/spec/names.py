@@ -65,10 +65,21 @@ def expand_braces(pattern: str) -> list[str]:
     return ["".join(choice) for choice in itertools.product(*parts)]
 
 
-def substitute(target: str, groups: tuple[str, ...]) -> str:
-    """Return `target` with its `*`s and captures replaced, in order, by what a pattern took of a name."""
-    remaining = iter(groups)
-    return re.sub(r"\*|\{layer\}|\{expert\}", lambda _: next(remaining, ""), target)
+def substitute(target: str, pattern: Pattern, groups: tuple[str, ...]) -> str:
+    """Return `target` with each `*`, `{layer}` and `{expert}` replaced by what the pattern's own took of a name.
+
+    Each kind is filled in the order in which it stands; one that the pattern has fewer of becomes nothing.
+    """
+    kinds = [token.group(0) for token in _TOKEN.finditer(pattern.text) if _takes(token.group(0))]
+    taken: dict[str, list[str]] = {"*": [], "{layer}": [], "{expert}": []}
+    for kind, text in zip(kinds, groups, strict=True):
+        taken[kind].append(text)
+    remaining = {kind: iter(texts) for kind, texts in taken.items()}
+    return re.sub(r"\*|\{layer\}|\{expert\}", lambda found: next(remaining[found.group(0)], ""), target)
+
+
+def _takes(token: str) -> bool:
+    return token in ("*", "{layer}", "{expert}")
 
 
 class Pattern:

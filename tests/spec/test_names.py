@@ -78,7 +78,6 @@ def test_expressions_are_whole_number_arithmetic_of_named_sizes(expression, valu
         "().__class__",
         "heads.real",
         "[1][0]",
-        "1 if 1 else 2",
         "lambda: 1",
         "2 ** 9",
         "True",
@@ -89,3 +88,26 @@ def test_expressions_are_whole_number_arithmetic_of_named_sizes(expression, valu
 def test_expressions_are_nothing_more(expression):
     with pytest.raises(ValueError):
         evaluate(expression, {"heads": 4})
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("7 % 4", 3),
+        ("min(3, heads)", 3),
+        ("max(3, heads, 9)", 9),
+        ("heads == 8", 1),
+        ("heads < 8 or heads > 8", 0),
+        ("heads >= 8 and 5", 5),
+        ("2 if heads != 8 else 6", 6),
+        ("heads == 8 or 1 // 0", 1),
+    ],
+)
+def test_expressions_compare_and_choose(expression, value):
+    assert evaluate(expression, {"heads": 8}) == value
+
+
+def test_a_caller_may_add_functions():
+    assert evaluate("rows('a.b', 1) + 1", {}, {"rows": lambda name, dim: len(name) + dim}) == 5
+    with pytest.raises(ValueError, match="more than"):
+        evaluate("rows('a.b')", {})

@@ -1,0 +1,388 @@
+"""Engine presets: from `engine`, `parallel` and a model to a layout document written out by hand.
+
+A preset is a YAML file in `presets/`. Its rules are those of a layout document, with expressions `$(…)` of
+the job's sizes and the model's config, and with conditions:
+
+    when: EXPRESSION        the rule is there only where this is not 0
+    layers_of: PATTERN      a storage rule for just the layers that have such a tensor
+
+Rules that fit no tensor of the model are dropped before their expressions are looked at, so a model needs no
+config but for the tensors that it has. What comes out knows no engine any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.expressions import Function, evaluate
+from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout
+from reshard_cli.spec.located import KeyPath, Located, key_text
+from reshard_cli.spec.model import LogicalTensor, Model
+from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
+
+__all__ = ["PresetError", "expanded", "preset_names", "preset_text", "with_preset"]
+
+_SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
+_SECTIONS = ("tensors", "storage")
+
+
+class PresetError(ValueError):
+    """A preset cannot be filled in. `key` is the document's key that would have to change."""
+
+    def __init__(self, key: str, message: str) -> None:
+        self.key = key
+        super().__init__(message)
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets."""
+    folder = resources.files("reshard_cli.spec") / "presets"
+    return sorted(one.name.removesuffix(".yaml") for one in folder.iterdir() if one.name.endswith(".yaml"))
+
+
+def preset_text(name: str) -> str:
+    """Return a preset's file. Raises DocumentError for a name that is none."""
+    if name not in preset_names():
+        raise DocumentError(f"no engine preset is named {name!r}; there are: {', '.join(preset_names())}")
+    return (resources.files("reshard_cli.spec") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=16)
+def _preset(name: str) -> dict[str, Any]:
+    """Return a preset with what it extends: its own rules go first, its other sections replace."""
+    own: dict[str, Any] = yaml.load(preset_text(name), Loader=yaml.CSafeLoader)
+    if "extends" not in own:
+        return own
+    base = _preset(own["extends"])
+    merged = {**base, **own}
+    for section in _SECTIONS:
+        merged[section] = own.get(section, []) + base.get(section, [])
+    for section in ("let", "options"):
+        merged[section] = {**base.get(section, {}), **own.get(section, {})}
+    return merged
+
+
+class _Sizes(Mapping[str, int]):
+    """The names that a preset's expressions know, each worked out when it is first asked for."""
+
+    def __init__(self, known: Mapping[str, int], config: Mapping[str, int], let: Mapping[str, Any]) -> None:
+        self.known = dict(known)
+        self.config = config
+        self.let = let
+        self.functions: Mapping[str, Function] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.known or name in self.let or name in self.config
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self.known:
+            if name in self.let:
+                self.known[name] = evaluate(self.let[name], self, self.functions)
+            else:
+                self.known[name] = self.config[name]
+        return self.known[name]
+
+    def __iter__(self) -> Any:
+        return iter([*self.known, *self.config])
+
+    def __len__(self) -> int:
+        return len(self.known) + len(self.config)
+
+
+class _Expander:
+    """Fills one preset in for one document and model."""
+
+    def __init__(self, document: LayoutDocument, model: Model) -> None:
+        assert document.engine is not None
+        self.document = document
+        self.preset = _preset(document.engine)
+        # one tensor of each kind is enough to know which rules fit; kinds differ in more than the layer
+        kinds: dict[str, LogicalTensor] = {}
+        self.layers: dict[str, list[int]] = {}
+        for tensor in model.tensors:
+            template = template_of(tensor.name.replace("{expert}", "0"))[0]
+            kinds.setdefault(template, tensor)
+            if tensor.layer is not None:
+                self.layers.setdefault(template, []).append(tensor.layer)
+        self.tensors = {fill(tensor.name, expert=0): tensor for tensor in kinds.values()}
+        self.templates = {fill(tensor.name, expert=0): template for template, tensor in kinds.items()}
+        self.fitting: dict[str, list[str]] = {}
+        config = {**model.config, **document.config}
+        experts = [
+            tensor.shape[0]
+            for name, tensor in self.tensors.items()
+            if tensor.shape and (tensor.has_experts or ".experts." in name)
+        ]
+        known = {"ranks": document.ranks, "num_experts": max(experts, default=0)}
+        self.sizes = _Sizes(known, config, self.preset.get("let", {}))
+        self.functions: dict[str, Function] = {"has": self.has, "dim": self.dim}
+        self.sizes.functions = self.functions
+        self.numbers("parallel", document.parallel)
+        self.numbers("options", document.options)
+
+    def numbers(self, section: str, given: Mapping[str, int]) -> None:
+        """Take the document's numbers over the preset's defaults, which may use those before them."""
+        defaults: dict[str, Any] = self.preset.get(section, {})
+        for key, number in given.items():
+            if key not in defaults:
+                known = ", ".join(defaults) or "none"
+                raise PresetError(section, f"engine {self.document.engine!r} has no {key!r}; known: {known}")
+            least = 1 if section == "parallel" else 0
+            if number < least:
+                raise PresetError(section, f"{key} must be at least {least}, not {number}")
+            self.sizes.known[key] = number
+        for key, expression in defaults.items():
+            if key not in self.sizes.known:
+                value = self.number(expression, section)
+                if section == "parallel" and value < 1:
+                    product = ", ".join(f"{name} {size}" for name, size in given.items())
+                    raise PresetError(
+                        section,
+                        f"{product} do not fit the job's {self.document.ranks} ranks ({key} is {value})",
+                    )
+                self.sizes.known[key] = value
+
+    def has(self, pattern: str) -> int:
+        """Say (1 or 0) whether the model has a tensor of this name."""
+        return int(bool(self.fits(pattern)))
+
+    def dim(self, pattern: str, dim: int) -> int:
+        """Return a size of the first tensor of this name, without its experts."""
+        names = self.fits(pattern)
+        if not names:
+            raise ValueError(f"the model has no tensor {pattern!r}")
+        tensor = self.tensors[names[0]]
+        return tensor.shape[dim + tensor.has_experts]
+
+    def fits(self, pattern: str) -> list[str]:
+        """Return the kinds of tensors that a pattern takes, by the name of one of each."""
+        if pattern not in self.fitting:
+            compiled = Pattern(pattern)
+            self.fitting[pattern] = [name for name in self.tensors if compiled.matches(name)]
+        return self.fitting[pattern]
+
+    def number(self, expression: str | int, what: str) -> int:
+        try:
+            return evaluate(expression, self.sizes, self.functions)
+        except ValueError as error:
+            missing = re.search(r"no size is named '(\w+)'", str(error))
+            if missing:
+                raise PresetError(
+                    "engine",
+                    f"{self.document.engine}: needs {missing[1]} of the model for {what}; write it in the model's "
+                    f"config.json or `config`, or here: config: {{{missing[1]}: ...}}",
+                ) from error
+            raise PresetError("engine", f"{self.document.engine}: {what}: {error}") from error
+
+    def filled(self, value: Any, what: str) -> Any:
+        """Return a value with its expressions worked out."""
+        if isinstance(value, dict):
+            return {str(key): self.filled(one, what) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.filled(one, what) for one in value]
+        if not isinstance(value, str) or "$(" not in value:
+            return value
+        whole = _SIZE.fullmatch(value)
+        if whole:
+            return self.number(whole[1], what)
+        return _SIZE.sub(lambda found: str(self.number(found[1], what)), value)
+
+    def wanted(self, rule: Mapping[str, Any], what: str) -> bool:
+        return "when" not in rule or bool(self.number(rule["when"], what))
+
+    def require(self) -> None:
+        for one in self.preset.get("require", []):
+            if not self.number(one["that"], "its requirements"):
+                raise PresetError("parallel", self.filled(one["else"], "its requirements"))
+
+    def meshes(self) -> dict[str, dict[str, int]]:
+        """Return the meshes without axes of one coordinate; equal ones stay apart, as rules name them."""
+        found = {}
+        for name, axes in self.preset["meshes"].items():
+            sizes = {axis: self.number(size, f"mesh {name}") for axis, size in axes.items()}
+            kept = {axis: size for axis, size in sizes.items() if size != 1}
+            found[name] = kept or {next(reversed(sizes)): 1}
+        return found
+
+    def tensor_rules(self, meshes: Mapping[str, Mapping[str, int]], default: str) -> list[dict[str, Any]]:
+        found = []
+        taken: set[str] = set()
+        for rule in self.preset["tensors"]:
+            names = set(self.fits(rule["match"])) - taken
+            if not names or not self.wanted(rule, rule["match"]):
+                continue
+            taken |= names
+            mesh = rule.get("mesh", default)
+            # what an axis of one coordinate would do is left out before its expressions ask for config
+            kept = {key: one for key, one in rule.items() if key != "when"}
+            kept["place"] = {axis: text for axis, text in rule["place"].items() if axis in meshes[mesh]}
+            if not any(text.startswith(("shard", "expert")) for text in kept["place"].values()):
+                kept.pop("blocks", None)
+            found.append({**self.filled(kept, rule["match"]), "mesh": mesh})
+        return found
+
+    def storage_rules(self) -> list[dict[str, Any]]:
+        found = []
+        for rule in self.preset.get("storage", []):
+            patterns = [one for text in rule.get("concat", []) for one in expand_braces(text)]
+            patterns += [rule["rename"]] if "rename" in rule else []
+            if not all(self.fits(pattern) for pattern in patterns):
+                continue
+            if not self.wanted(rule, rule["tensor"]):
+                continue
+            filled = self.filled(
+                {key: one for key, one in rule.items() if key not in ("when", "layers_of")}, rule["tensor"]
+            )
+            if filled.get("block") == 0:
+                del filled["block"]
+            if "layers_of" in rule:
+                layers = sorted(
+                    {
+                        layer
+                        for name in self.fits(rule["layers_of"])
+                        for layer in self.layers[self.templates[name]]
+                    }
+                )
+                if not layers:
+                    continue
+                everywhere = {
+                    layer for name in self.fits(patterns[0]) for layer in self.layers[self.templates[name]]
+                }
+                if set(layers) != everywhere:
+                    filled["layers"] = layers
+            found.append(filled)
+        return found
+
+    def pipeline(self) -> dict[str, Any] | None:
+        """Return the stages' layers and the patterns of both ends; None without pipeline parallelism."""
+        given = self.preset.get("pipeline")
+        num_stages = self.sizes.known.get("pp", 1)
+        if given is None or num_stages == 1:
+            return None
+        found: dict[str, Any] = {}
+        for key in ("first", "last"):
+            found[key] = []
+            for one in given[key]:
+                pattern = one if isinstance(one, str) else one["match"]
+                if self.fits(pattern) and (isinstance(one, str) or self.wanted(one, pattern)):
+                    found[key].append(pattern)
+        num_layers = 1 + max((layer for layers in self.layers.values() for layer in layers), default=-1)
+        own = self.document.pipeline
+        if own is None or own.layers is None:
+            found["layers"] = self.stage_layers(given["rest"], num_layers, num_stages)
+        return found
+
+    def stage_layers(self, rest: str, num_layers: int, num_stages: int) -> list[int]:
+        """Return the layers of each stage by the engine's rule for layers that do not divide evenly."""
+        if rest == "before_last":
+            # vLLM: the stages before the last get one more each
+            counts = [num_layers // num_stages] * num_stages
+            for nth in range(num_layers % num_stages):
+                counts[-2 - nth] += 1
+            return counts
+        first = self.sizes.known.get("first_layers", 0)
+        last = self.sizes.known.get("last_layers", 0)
+        inner = num_stages - (first > 0) - (last > 0)
+        left = num_layers - first - last
+        if left < 0 or (inner and left % inner) or (not inner and left):
+            ways = "write pipeline: {layers: [...]}" + (
+                " or options: {first_layers: ..., last_layers: ...}" if rest == "first_last" else ""
+            )
+            raise PresetError(
+                "parallel", f"{num_layers} layers do not split evenly over {num_stages} stages; {ways}"
+            )
+        middle = [left // inner] * inner if inner else []
+        return [first] * (first > 0) + middle + [last] * (last > 0)
+
+    def aliases(self) -> dict[str, str]:
+        return {
+            one["name"]: one["of"]
+            for one in self.preset.get("alias", [])
+            if self.fits(one["of"]) and self.wanted(one, one["name"])
+        }
+
+    def document_values(self) -> dict[str, Any]:
+        """Return the values of the document that says the same without an engine."""
+        self.require()
+        aliases = self.aliases()
+        for name, target in aliases.items():
+            original = self.tensors[self.fits(target)[0]]
+            self.tensors[name] = LogicalTensor(name, original.shape, original.dtype)
+            self.templates[name] = name
+        self.fitting.clear()
+        meshes = {**self.document.meshes, **self.meshes(), **self.document.meshes}
+        pipeline = self.pipeline()
+        values = self.document.model_dump(
+            exclude_defaults=True, exclude={"engine", "parallel", "options", "config"}
+        )
+        values["meshes"] = meshes
+        if pipeline is not None or "pipeline" in values:
+            values["pipeline"] = {**(pipeline or {}), **values.get("pipeline", {})}
+        default = next(iter(self.preset["meshes"]))
+        values["tensors"] = values.get("tensors", []) + self.tensor_rules(meshes, default)
+        values["storage"] = values.get("storage", []) + self.storage_rules()
+        if aliases:
+            values["alias"] = {**aliases, **values.get("alias", {})}
+        return values
+
+
+def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
+    """Return the document without an engine that says the same. `model`: with the document's own names.
+
+    Raises PresetError where the numbers do not fit each other, or the model lacks a number.
+    """
+    if document.engine not in preset_names():
+        known = ", ".join(preset_names())
+        raise PresetError("engine", f"no engine preset is named {document.engine!r}; there are: {known}")
+    values = _Expander(document, model).document_values()
+    order = [
+        "name",
+        "model",
+        "ranks",
+        "domain",
+        "dtype",
+        "rename",
+        "meshes",
+        "pipeline",
+        "tensors",
+        "storage",
+    ]
+    ordered = {key: values[key] for key in [*order, *values] if key in values}
+    return LayoutDocument.model_validate(ordered)
+
+
+class _PresetLocated(Located):
+    """Points at the line of `engine` for everything that a preset wrote."""
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        if len(path) > 1 and path[0] in ("meshes", "pipeline", *_SECTIONS) and path[:2] not in self.lines:
+            where = key_text(path[2:])
+            rule = self.value[str(path[0])]
+            name = str(path[1])
+            if isinstance(path[1], int):
+                name = repr(rule[path[1]].get("match") or rule[path[1]].get("tensor"))
+            told = f"the preset's {path[0]} {name}{f' ({where})' if where else ''}: {message}"
+            return Problem(self.file, self.line(("engine",)), "engine", told)
+        return Located.problem(self, path, message)
+
+
+def with_preset(loaded: LoadedLayout, model: Model) -> LoadedLayout:
+    """Return a checked layout whose engine preset is written out; one without an engine comes back as it is.
+
+    Raises DocumentError with the document's line for everything that does not fit.
+    """
+    if loaded.document.engine is None:
+        return loaded
+    try:
+        document = expanded(loaded.document, model)
+    except PresetError as error:
+        raise DocumentError(problems=[loaded.located.problem((error.key,), str(error))]) from error
+    located = _PresetLocated(loaded.located.file, document.model_dump(), loaded.located.lines)
+    return check_layout(document, located, loaded.path)
