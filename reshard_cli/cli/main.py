@@ -47,6 +47,7 @@ class DocumentKind(StrEnum):
 
     layout = "layout"
     model = "model"
+    hardware = "hardware"
 
 
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="layout document of the source job")]
@@ -93,7 +94,22 @@ def plan(
     tensor: Annotated[
         str | None, typer.Option("--tensor", metavar="NAME", help="tell who holds and who sends this tensor")
     ] = None,
+    tensors: Annotated[
+        str | None, typer.Option("--tensors", metavar="GLOB", help="list the tensors of these names instead")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME/FILE",
+            help="what predictions are for: dgx-h100, gb200-nvl72, a profile's file, or cpu: measured here "
+            "and now; default: by the size of the domains",
+        ),
+    ] = None,
     json: JsonFlag = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="write a page of pictures")
+    ] = None,
     debug: DebugFlag = False,
 ) -> None:
     """Show what a refit would move, without running it: no GPU, no ranks, no torch."""
@@ -101,7 +117,8 @@ def plan(
 
     run_plan(
         source, destination, model=model, mode=mode.value, staging=_bytes_of(staging), domain=domain,
-        colocated=colocated, allow_extra=allow_extra, json_file=json, tensor=tensor,
+        colocated=colocated, allow_extra=allow_extra, hardware=hardware, json_file=json, html_file=html,
+        tensor=tensor, tensors=tensors,
     )  # fmt: skip
 
 
@@ -144,6 +161,30 @@ def refit(
         ),
         json_file=json, debug=debug,
     )  # fmt: skip
+
+
+@app.command()
+def layouts(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="a preset, a shipped document, or a layout document's file"),
+    ] = None,
+    expand: Annotated[
+        bool, typer.Option("--expand", help="print a layout without its preset, written out by hand")
+    ] = False,
+    model: ModelFlag = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="with --expand of a preset: the job's ranks")
+    ] = None,
+    parallel: Annotated[
+        str, typer.Option("--parallel", metavar="tp=N,...", help="with --expand of a preset: its sizes")
+    ] = "",
+    debug: DebugFlag = False,
+) -> None:
+    """List the engine presets and the documents that come along; show one; write a preset out by hand."""
+    from reshard_cli.cli.layouts import run_layouts
+
+    run_layouts(name, expand=expand, model=model, ranks=ranks, parallel=parallel)
 
 
 @app.command()
@@ -195,9 +236,9 @@ def _bytes_of(mebibytes: float) -> int:
 
 def main() -> None:
     """Run the command line; the entry point of `reshard-cli` and of `python -m reshard_cli`."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # torch's own account of a lost peer is not for people
+    # torch's own account of a lost peer is not for people; looking for pydantic's plugins takes time for nothing
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         app()
     except ReshardError as error:

@@ -9,26 +9,30 @@ from typing import Any
 
 from reshard_cli.errors import DocumentError
 
-__all__ = ["check_json_file", "write_json"]
+__all__ = ["check_file", "write_json", "write_text"]
 
 
-def check_json_file(json_file: str | None) -> None:
+def check_file(file: str | None, flag: str) -> None:
     """Refuse a report file that cannot be written, before any work is done. Raises DocumentError."""
-    if json_file in (None, "-"):
+    if file in (None, "-"):
         return
-    path = Path(str(json_file))
+    path = Path(str(file))
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise DocumentError(f"--json: {path} cannot be written: its folder must exist, and it must be a file")
+        raise DocumentError(f"{flag}: {path} cannot be written: its folder must exist, and it must be a file")
 
 
 def write_json(report: dict[str, Any], json_file: str) -> None:
     """Write the report. Raises DocumentError with the path where that fails."""
-    text = json.dumps(report, indent=2)
-    if json_file == "-":
-        sys.stdout.write(text + "\n")
+    write_text(json.dumps(report, indent=2) + "\n", json_file, "--json")
+
+
+def write_text(text: str, file: str, flag: str) -> None:
+    """Write a text to a file, or to standard output for `-`. Raises DocumentError where that fails."""
+    if file == "-":
+        sys.stdout.write(text)
         sys.stdout.flush()
         return
     try:
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DocumentError(f"--json: {json_file} cannot be written: {error.strerror}") from error
+        raise DocumentError(f"{flag}: {file} cannot be written: {error.strerror}") from error

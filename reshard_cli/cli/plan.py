@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard_cli.cli.output import check_json_file, write_json
+import numpy as np
+
+from reshard_cli.cli.output import check_file, write_json, write_text
 from reshard_cli.errors import DocumentError
-from reshard_cli.plan.build import build_plan
+from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.routes import Mode
-from reshard_cli.refit.prepare import parse_domain, read_jobs
+from reshard_cli.plan.topology import Topology
+from reshard_cli.refit.prepare import Jobs, parse_domain, read_jobs
 from reshard_cli.report.plan_report import plan_report
+from reshard_cli.report.tensor_classes import tensors_like
 from reshard_cli.report.tensor_report import tensor_lines, tensor_report
-from reshard_cli.report.terminal import print_plan
+from reshard_cli.report.terminal import print_plan, print_tensors
+from reshard_cli.spec.hardware_profile import Hardware, read_hardware
 
 __all__ = ["run_plan"]
 
@@ -26,29 +31,65 @@ def run_plan(
     domain: str | None,
     colocated: bool,
     allow_extra: bool,
+    hardware: str | None,
     json_file: str | None,
-    tensor: str | None = None,
+    html_file: str | None,
+    tensor: str | None,
+    tensors: str | None,
 ) -> None:
     """Plan and print. Raises DocumentError or WeightsError."""
-    check_json_file(json_file)
+    check_file(json_file, "--json")
+    check_file(html_file, "--html")
     if domain == "auto":
         raise DocumentError(
             "--domain auto: only running ranks can say which machine they are on; give a number"
         )
     jobs = read_jobs(source, destination, model)
     topology = jobs.topology(parse_domain(domain), colocated)
-    if tensor is not None:
+    if tensor is not None or tensors is not None:
+        if html_file is not None:
+            raise DocumentError("--html: shows a whole plan; leave out --tensor and --tensors")
         plan = build_plan(
             jobs.source, jobs.destination, topology, mode, staging=staging, allow_extra=allow_extra
         )
+    if tensors is not None:
+        _list_tensors(jobs, plan, tensors, json_file)
+        return
+    if tensor is not None:
         told = tensor_report(jobs, plan, tensor)
         if json_file is not None:
             write_json(told, json_file)
         if json_file != "-":
             print("\n".join(tensor_lines(told, jobs, colocated)))
         return
-    report = plan_report(jobs, topology, mode, staging=staging, allow_extra=allow_extra)
+    profile = _hardware(hardware, topology)
+    report, plan = plan_report(jobs, topology, mode, profile, staging=staging, allow_extra=allow_extra)
     if json_file is not None:
         write_json(report, json_file)
+    if html_file is not None:
+        from reshard_cli.report.plan_page import plan_page
+
+        write_text(plan_page(report, plan, jobs, colocated), html_file, "--html")
     if json_file != "-":
         print_plan(report)
+
+
+def _hardware(name: str | None, topology: Topology) -> Hardware:
+    if name == "cpu":
+        from reshard_cli.transport.probe import measured_cpu
+
+        return measured_cpu()
+    return read_hardware(name, int(np.bincount(topology.domain).max()))
+
+
+def _list_tensors(jobs: Jobs, plan: Plan, pattern: str, json_file: str | None) -> None:
+    try:
+        found = tensors_like(jobs, plan, pattern)
+    except ValueError as error:
+        raise DocumentError(f"--tensors: {error}") from error
+    if not found:
+        raise DocumentError(f"--tensors: no tensor of the plan is named {pattern!r}")
+    if json_file is not None:
+        write_json({"schema": "reshard-cli/tensors/1", "tensors": found}, json_file)
+    if json_file != "-":
+        print_tensors(found)

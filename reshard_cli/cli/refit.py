@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from reshard_cli.cli.output import check_json_file, write_json
+from reshard_cli.cli.output import check_file, write_json
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.report.terminal import print_refit
 from reshard_cli.spec.headers import is_rank_folder
@@ -21,7 +21,7 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
     """Run the refit and end the process with its exit code. Raises what can be said before any rank starts."""
 
     def read() -> Jobs:
-        check_json_file(json_file)
+        check_file(json_file, "--json")
         parse_domain(options.domain)
         folder = Path(options.origin)
         # rank files have an engine's storages and names; only a checkpoint's are the model's

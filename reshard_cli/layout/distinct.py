@@ -23,8 +23,14 @@ class DistinctBoxes:
     intervals: Intervals
 
 
-def distinct_boxes(parts: Sequence[Holdings]) -> DistinctBoxes:
-    """Return the distinct boxes of one tensor; several holdings are those of the tensor and its aliases."""
+def distinct_boxes(
+    parts: Sequence[Holdings], known: dict[tuple[bytes, bytes], DistinctBoxes] | None = None
+) -> DistinctBoxes:
+    """Return the distinct boxes of one tensor; several holdings are those of the tensor and its aliases.
+
+    The same boxes on other ranks (another stage) share their arrays and intervals through `known`, so that
+    what is worked out of them can be found again.
+    """
     rank = np.concatenate([part.rank for part in parts])
     lo = np.concatenate([part.lo for part in parts])
     hi = np.concatenate([part.hi for part in parts])
@@ -40,4 +46,10 @@ def distinct_boxes(parts: Sequence[Holdings]) -> DistinctBoxes:
     ends = np.searchsorted(box, np.arange(len(unique_lo) + 1))
     everyone = rank.tolist()
     ranks = [tuple(everyone[a:b]) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-    return DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
+    if known is None:
+        return DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
+    key = (unique_lo.tobytes(), unique_hi.tobytes())
+    if key not in known:
+        known[key] = DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
+    same = known[key]
+    return DistinctBoxes(same.lo, same.hi, ranks, same.intervals)

@@ -31,7 +31,7 @@ from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_
 from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor, Model, rename_model
-from reshard_cli.spec.names import fill, normalise, template_of
+from reshard_cli.spec.names import fill, has_digit, normalise, template_of
 from reshard_cli.spec.placement import Expert, Placement, Shard, Stage
 from reshard_cli.spec.preset import with_preset
 
@@ -50,11 +50,13 @@ class JobLayout:
     stages: Stages
     digest: str = field(default="", repr=False)
     _distinct: dict[tuple[int, ...], DistinctBoxes] = field(default_factory=dict, repr=False)
+    _boxes: dict[tuple[bytes, bytes], DistinctBoxes] = field(default_factory=dict, repr=False)
 
     def distinct_boxes(self, geometries: tuple[int, ...]) -> DistinctBoxes:
         """Return the distinct boxes of a tensor with these geometries; worked out once for all plans."""
         if geometries not in self._distinct:
-            self._distinct[geometries] = distinct_boxes([self.geometries[one] for one in geometries])
+            parts = [self.geometries[one] for one in geometries]
+            self._distinct[geometries] = distinct_boxes(parts, self._boxes)
         return self._distinct[geometries]
 
     @property
@@ -83,6 +85,10 @@ class _Builder:
             raise DocumentError(problems=[problem]) from error
         self.loaded = with_preset(loaded, self.model)
         self.document = self.loaded.document
+        self.matched: dict[str, int | None] = {}
+        self.placed: dict[object, int] = {}
+        self.stage_of: dict[object, frozenset[int] | None] = {}
+        self.numbered = any(has_digit(pattern.text) for pattern in self.loaded.matches)
         self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
         self.stages = Stages.of(self.loaded, self.model)
         self.geometries: list[Holdings] = []
@@ -165,14 +171,36 @@ class _Builder:
         return found[0]
 
     def _first_match(self, name: str) -> int | None:
-        for index, pattern in enumerate(self.loaded.matches):
-            if pattern.matches(name):
-                return index
-        return None
+        # names that differ in their numbers alone meet the same rules, unless a rule has a number in it
+        key = name if self.numbered else template_of(name)[0]
+        if key not in self.matched:
+            fitting = (i for i, pattern in enumerate(self.loaded.matches) if pattern.matches(name))
+            self.matched[key] = next(fitting, None)
+        return self.matched[key]
 
     def placed_geometry(
         self, tensor: LogicalTensor, index: int, rule: TensorRule, interleaved: Interleaved | None
     ) -> int | None:
+        # tensors of one rule, shape and stage are alike in all that follows
+        quick = (index, tensor.shape, tensor.has_experts, self._stage(index, tensor), interleaved)
+        if quick in self.placed:
+            return self.placed[quick]
+        found = self.new_geometry(tensor, index, rule, interleaved)
+        if found is not None:
+            self.placed[quick] = found
+        return found
+
+    def _stage(self, index: int, tensor: LogicalTensor) -> frozenset[int] | None:
+        key = (index, tensor.name if tensor.layer is None else tensor.layer)
+        if key not in self.stage_of:
+            staged = any(isinstance(placement, Stage) for placement in self.loaded.places[index].values())
+            self.stage_of[key] = self.stages.of_tensor(tensor.name, tensor.layer) if staged else None
+        return self.stage_of[key]
+
+    def new_geometry(
+        self, tensor: LogicalTensor, index: int, rule: TensorRule, interleaved: Interleaved | None
+    ) -> int | None:
+        """Return the geometry of a tensor of a kind not met before, or None after noting what does not fit."""
         place = self.loaded.places[index]
         where: KeyPath = ("tensors", index)
         fits = [self.fits(where, axis, placement, tensor) for axis, placement in place.items()]
@@ -198,7 +226,7 @@ class _Builder:
         stage: frozenset[int] | None = None
         axis = next((axis for axis, placement in place.items() if isinstance(placement, Stage)), None)
         if axis is not None and all(fits):
-            stage = self.stages.of_tensor(tensor.name, tensor.layer)
+            stage = self._stage(index, tensor)
             if not stage:
                 fits.append(False)
                 message = (

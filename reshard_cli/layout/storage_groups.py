@@ -17,7 +17,7 @@ from reshard_cli.layout.pipeline import Stages
 from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
-from reshard_cli.spec.names import Pattern, expand_braces, fill, substitute
+from reshard_cli.spec.names import Pattern, expand_braces, fill, has_digit, substitute, template_of
 
 __all__ = ["StorageGroup", "check_groups", "concat_dim", "group_storages", "storage_name"]
 
@@ -67,12 +67,15 @@ def group_storages(
         operands += [(index, position, Pattern(text)) for position, text in enumerate(texts)]
     members: dict[tuple[int, int | None], dict[int, int]] = {}
     groups: list[StorageGroup] = []
+    # names that differ in their numbers alone meet the same rules, unless a rule has a number in it
+    numbered = any(has_digit(pattern.text) for _, _, pattern in operands)
+    fitting: dict[str, list[tuple[int, int, Pattern]]] = {}
     for position, tensor in enumerate(tensors):
         probe = tensor.name.replace("{expert}", "0")
-        found = next(
-            ((i, o, p) for i, o, p in operands if p.matches(probe) and _at_layer(loaded, i, tensor.layer)),
-            None,
-        )
+        key = probe if numbered else template_of(probe)[0]
+        if key not in fitting:
+            fitting[key] = [one for one in operands if one[2].matches(probe)]
+        found = next((one for one in fitting[key] if _at_layer(loaded, one[0], tensor.layer)), None)
         if found is None:
             groups.append(StorageGroup(tensor.name, tensor.layer, (position,), None, None))
             continue
@@ -83,8 +86,7 @@ def group_storages(
                 StorageGroup(_renamed(rule, pattern, tensor), tensor.layer, (position,), index, rule)
             )
             continue
-        key = (index, tensor.layer)
-        other = members.setdefault(key, {}).setdefault(operand, position)
+        other = members.setdefault((index, tensor.layer), {}).setdefault(operand, position)
         if other != position:
             message = f"{tensor.name!r} and {tensors[other].name!r} are both its operand {operand + 1}"
             add(("storage", index, "concat"), "twice", message)

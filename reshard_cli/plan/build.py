@@ -13,7 +13,7 @@ import numpy as np
 from reshard_cli.errors import DocumentError
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.layout.job import JobLayout
-from reshard_cli.plan.entries import NETWORK, Entries, intersect
+from reshard_cli.plan.entries import NETWORK, Entries, Intersections
 from reshard_cli.plan.pairs import TensorPair, pair_tensors
 from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
@@ -45,6 +45,7 @@ class Plan:
     round_quantum: Ints
     num_rounds: int
     staging: int
+    intersections: Intersections = field(repr=False)
     digest: str = field(default="")
 
     @property
@@ -65,23 +66,28 @@ def build_plan(
 ) -> Plan:
     """Return the plan. staging: bytes of extra memory that a rank may use for a round.
 
-    `known` plans of the same jobs and topology serve where another mode comes to the same routes.
+    `known` plans of the same jobs and topology lend what they found, all of it where the routes are the same.
     Raises WeightsError where the two sides' tensors do not fit together, DocumentError where the staging
     is too small for a single round.
     """
-    pairs, extra = pair_tensors(source, destination, allow_extra=allow_extra)
+    lender = next(iter(known), None)
+    if lender is None:
+        pairs, extra = pair_tensors(source, destination, allow_extra=allow_extra)
+        intersections = Intersections(source, destination, topology)
+    else:
+        pairs, extra, intersections = lender.pairs, lender.extra, lender.intersections
     routes = [route_of(pair, mode) for pair in pairs]
     for other in known:
         if other.routes == routes:
             return replace(other, mode=mode)
-    entries = intersect(source, destination, pairs, routes, topology)
+    entries = intersections.entries(pairs, routes)
     coarse = max(1, min(_COARSE, staging // 64))
     streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
     rounds, grain = _rounds(entries, streams, topology.num_ranks, staging)
     plan = Plan(
         mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
         extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
-        num_rounds=rounds, staging=staging,
+        num_rounds=rounds, staging=staging, intersections=intersections,
     )  # fmt: skip
     plan.digest = _digest(plan)
     return plan

@@ -1,38 +1,49 @@
-"""What a plan costs on given hardware: bytes per rank and direction over rates. A prediction, no measurement."""
+"""What a plan costs on given hardware, from bytes, messages and rates. A prediction, never a measurement.
+
+The model, in full. Of every rank we know the bytes that its NIC sends and takes, the bytes that it gives and
+takes inside its domain, and in how many messages. Each of these resources works on its own:
+
+    NIC, each direction         bytes / nic_achieved
+    NVLink, each direction      bytes / nvlink
+    packing and unpacking       2 · (sent + taken + passed on) / memory        (a read and a write)
+    launches                    rounds · 2 · launch + messages · message
+
+Rounds overlap (reading and packing the next, the network on this one, the domain's exchange of the last), so a
+refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline.
+
+A gather-and-broadcast system, which mode `broadcast` is priced as and, for its broadcast part, mode `hybrid-ffn`,
+works in steps that wait for each other:
+
+    gather       (bytes - what a source domain holds) / (its ranks · nic_achieved)
+    broadcast    the longer of bytes / (a destination domain's ranks · nic_achieved) and bytes / nvlink
+    launches     tensors · tensor
+
+The last constant is fitted to published results of such systems; nothing else is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard_cli.layout.boxes import Ints
+from reshard_cli.plan.balance import Floats
 from reshard_cli.plan.build import Plan, neighbours
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
+from reshard_cli.plan.routes import Mode
+from reshard_cli.plan.streams import Streams
+from reshard_cli.spec.dtypes import item_size
+from reshard_cli.spec.hardware_profile import Hardware
 
-__all__ = ["DGX_H100", "Hardware", "Prediction", "Traffic", "limit_seconds", "predict", "traffic_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Rates of one kind of machine, in bytes per second, per GPU and direction.
-
-    `nic`: the line rate, for the bound; `nic_achieved` and `nvlink`: what transfers reach, for predictions.
-    """
-
-    name: str
-    nic: float
-    nic_achieved: float
-    nvlink: float
-
-
-# one 400 Gb/s NIC per GPU, of which 48 to 49 GB/s are reached; NVLink as NCCL plans with it
-DGX_H100 = Hardware("dgx-h100", nic=50e9, nic_achieved=48.5e9, nvlink=371e9)
+__all__ = ["Prediction", "Traffic", "broadcast_share", "limit_seconds", "predict", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one refit: totals by kind, and by world rank."""
+    """Bytes of one refit: totals by kind, and by world rank; messages: by world rank, sent and taken."""
 
     network_bytes: int
     domain_bytes: int
@@ -41,14 +52,16 @@ class Traffic:
     receive_network: Ints
     send_domain: Ints
     receive_domain: Ints
+    messages: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of one refit and what they are spent on."""
+    """Seconds of one refit, what they are spent on, and the seconds of each resource where it is busiest."""
 
     seconds: float
     bottleneck: str
+    parts: dict[str, float]
 
 
 def traffic_of(plan: Plan) -> Traffic:
@@ -62,6 +75,13 @@ def traffic_of(plan: Plan) -> Traffic:
     network, domain, local = (streams.kind == kind for kind in (NETWORK, DOMAIN, LOCAL))
     neighbour, stream = neighbours(plan.entries, streams)
     passed_on = by_rank(streams.carrier[stream], size[stream])
+    moving = ~local
+    counts = (
+        np.bincount(streams.sender[moving], minlength=num_ranks)
+        + np.bincount(streams.carrier[moving], minlength=num_ranks)
+        + np.bincount(neighbour, minlength=num_ranks)
+        + np.bincount(streams.carrier[stream], minlength=num_ranks)
+    )
     return Traffic(
         network_bytes=int(size[network].sum()),
         domain_bytes=int(size[domain].sum() + passed_on.sum()),
@@ -70,20 +90,95 @@ def traffic_of(plan: Plan) -> Traffic:
         receive_network=by_rank(streams.carrier[network], size[network]),
         send_domain=by_rank(streams.sender[domain], size[domain]) + passed_on,
         receive_domain=by_rank(streams.carrier[domain], size[domain]) + by_rank(neighbour, size[stream]),
+        messages=counts * plan.num_rounds,
     )
 
 
-def predict(traffic: Traffic, hardware: Hardware) -> Prediction:
-    """Return the busiest NIC's or NVLink port's time, whichever is longer."""
-    loads = [
-        (traffic.send_network, hardware.nic_achieved, "NIC, sending"),
-        (traffic.receive_network, hardware.nic_achieved, "NIC, receiving"),
-        (traffic.send_domain, hardware.nvlink, "NVLink, sending"),
-        (traffic.receive_domain, hardware.nvlink, "NVLink, receiving"),
+def predict(plan: Plan, traffic: Traffic, hardware: Hardware, mode: Mode) -> Prediction:
+    """Return what a refit takes in this mode, by the model above."""
+    if mode == "broadcast":
+        return _gather_and_broadcast(plan, hardware, range(len(plan.pairs)))
+    whole = [index for index, route in enumerate(plan.routes) if route == "broadcast"]
+    if mode != "hybrid-ffn" or not whole:
+        return _pipelined(plan, traffic, hardware)
+    parted = _pipelined(plan, _without(plan), hardware)
+    rest = _gather_and_broadcast(plan, hardware, whole)
+    longer = max(parted, rest, key=lambda one: one.seconds)
+    parts = {**parted.parts, **rest.parts}
+    return Prediction(parted.seconds + rest.seconds, longer.bottleneck, parts)
+
+
+def _without(plan: Plan) -> Traffic:
+    """Return the traffic of the fragments alone, without what is broadcast."""
+    share = broadcast_share(plan, plan.streams)
+    kept = Streams(
+        plan.streams.kind, plan.streams.sender, plan.streams.carrier, plan.streams.wanters,
+        np.zeros_like(plan.streams.start), np.rint(plan.streams.num_bytes * (1 - share)).astype(np.int64),
+        plan.streams.best_send, plan.streams.best_receive,
+    )  # fmt: skip
+    fragments = Plan(
+        mode=plan.mode, source=plan.source, destination=plan.destination, topology=plan.topology,
+        pairs=plan.pairs, routes=plan.routes, extra=plan.extra, entries=plan.entries, streams=kept,
+        round_quantum=plan.round_quantum, num_rounds=plan.num_rounds, staging=plan.staging,
+        intersections=plan.intersections,
+    )  # fmt: skip
+    return traffic_of(fragments)
+
+
+def broadcast_share(plan: Plan, streams: Streams) -> Floats:
+    """Return per stream the part of its bytes that belongs to tensors on the broadcast route."""
+    entries = plan.entries
+    whole = np.array([one.route == "broadcast" for one in entries.classes], bool)
+    marked = np.concatenate([[0], np.cumsum(entries.total_bytes * whole[entries.tensor_class])])
+
+    def upto(position: Ints) -> Floats:
+        index = np.clip(np.searchsorted(entries.start, position, side="right") - 1, 0, len(entries.kind) - 1)
+        inside = (position - entries.start[index]) * whole[entries.tensor_class[index]]
+        found: Floats = (marked[index] + inside).astype(np.float64)
+        return found
+
+    if not len(streams.kind):
+        return np.zeros(0)
+    share: Floats = (upto(streams.stop) - upto(streams.start)) / np.maximum(streams.num_bytes, 1)
+    return share
+
+
+def _pipelined(plan: Plan, traffic: Traffic, hardware: Hardware) -> Prediction:
+    copied = traffic.send_network + traffic.receive_network + traffic.send_domain + traffic.receive_domain
+    loads: dict[str, NDArray[np.floating]] = {
+        "NIC, sending": traffic.send_network / hardware.nic_achieved,
+        "NIC, receiving": traffic.receive_network / hardware.nic_achieved,
+        "NVLink, sending": traffic.send_domain / hardware.nvlink,
+        "NVLink, receiving": traffic.receive_domain / hardware.nvlink,
+        "packing": 2 * copied / hardware.memory,
+        "launches": traffic.messages * hardware.message + plan.num_rounds * 2 * hardware.launch,
+    }
+    if not traffic.messages.any():
+        return Prediction(0.0, "nothing to move", dict.fromkeys(loads, 0.0))
+    parts = {what: float(load.max(initial=0)) for what, load in loads.items()}
+    busiest = max(parts, key=lambda what: parts[what])
+    fill = sum(seconds for what, seconds in parts.items() if what != busiest) / plan.num_rounds
+    rank = int(np.argmax(loads[busiest]))
+    return Prediction(parts[busiest] + fill, f"{busiest}, rank {rank}", parts)
+
+
+def _gather_and_broadcast(plan: Plan, hardware: Hardware, tensors: Sequence[int]) -> Prediction:
+    """Return the price of gathering these tensors in the source and broadcasting each to everybody."""
+    pairs = [plan.pairs[index] for index in tensors]
+    size = sum(int(np.prod(pair.shape, dtype=np.int64)) * item_size(pair.source_dtype) for pair in pairs)
+    topology = plan.topology
+    domains = [
+        np.unique(topology.domain[ranks], return_counts=True)[1]
+        for ranks in (topology.source, topology.destination)
     ]
-    seconds, index = max((float(load.max(initial=0)) / rate, -i) for i, (load, rate, _) in enumerate(loads))
-    load, _, what = loads[-index]
-    return Prediction(seconds, f"{what}, rank {int(np.argmax(load))}" if seconds else "nothing to move")
+    held = size / len(domains[0])
+    parts = {
+        "gather": (size - held) / (int(domains[0].min()) * hardware.nic_achieved),
+        "broadcast": max(size / (int(domains[1].min()) * hardware.nic_achieved), size / hardware.nvlink),
+        "tensors one by one": sum(pair.num_names for pair in pairs) * hardware.tensor,
+    }
+    busiest = max(parts, key=lambda what: parts[what])
+    return Prediction(sum(parts.values()), busiest if size else "nothing to move", parts)
 
 
 def limit_seconds(reshard: Plan, hardware: Hardware) -> float:
@@ -93,12 +188,11 @@ def limit_seconds(reshard: Plan, hardware: Hardware) -> float:
     so the sending side counts each byte once, spread over all source ranks.
     """
     entries = reshard.entries
-    crossing = entries.kind == NETWORK
+    crossing = np.nonzero(entries.kind == NETWORK)[0]
     once = 0
-    if np.any(crossing):
-        _, first = np.unique(
-            np.stack([entries.tensor_class[crossing], entries.box[crossing]]), axis=1, return_index=True
-        )
+    if len(crossing):
+        most = 1 + int(entries.box.max())
+        _, first = np.unique(entries.tensor_class[crossing] * most + entries.box[crossing], return_index=True)
         once = int(entries.total_bytes[crossing][first].sum())
     sending = once / max(1, len(reshard.topology.source))
     return max(reshard.streams.best_receive, sending) / hardware.nic

@@ -26,7 +26,7 @@ from reshard_cli.plan.routes import Route
 from reshard_cli.plan.topology import Topology
 from reshard_cli.spec.dtypes import item_size
 
-__all__ = ["DOMAIN", "LOCAL", "NETWORK", "Entries", "TensorClass", "intersect"]
+__all__ = ["DOMAIN", "LOCAL", "NETWORK", "Entries", "Intersections", "TensorClass"]
 
 NETWORK, DOMAIN, LOCAL = 0, 1, 2
 
@@ -140,54 +140,84 @@ class _Sides:
         return _Side(boxes, ranks, by_domain, np.array(numbers, np.int64), offsets)
 
 
-def intersect(
-    source: JobLayout,
-    destination: JobLayout,
-    pairs: Sequence[TensorPair],
-    routes: Sequence[Route],
-    topology: Topology,
-) -> Entries:
-    """Return all entries of a refit.
+class Intersections:
+    """The intersections of two layouts, class by class; plans of several modes share them."""
 
-    Raises WeightsError naming a tensor with a destination element that no source rank holds.
-    """
-    sides = _Sides(topology)
-    shared = bool(
-        np.intersect1d(topology.domain[topology.source], topology.domain[topology.destination]).size
-    )
-    columns: list[Ints] = []
-    built: list[TensorClass] = []
-    for key, members in _classify(pairs, routes).items():
-        first = pairs[members[0]]
-        have = sides.of(source, key[0], "source")
-        whole = key[-1] == "broadcast"
-        want = sides.whole(first.shape) if whole else sides.of(destination, key[1], "destination")
-        mine, theirs = overlaps(have.boxes.intervals, want.boxes.intervals)
-        lo = np.maximum(have.boxes.lo[mine], want.boxes.lo[theirs])
-        hi = np.minimum(have.boxes.hi[mine], want.boxes.hi[theirs])
-        size = volumes(lo, hi)
-        _check_cover(source, first, want, theirs, size)
-        item = item_size(first.wire_dtype)
-        rows = _shared_rows(have, want, mine, theirs, sides) if shared else _rows(have, want, mine, theirs)
-        kind, holders, wanters, box = rows
-        same = np.ones_like(box)
-        columns.append(
-            np.stack([kind, holders, wanters, same * len(built), box, size[box] * item, same * len(members)])
-        )
-        built.append(TensorClass(np.array(members, np.int64), first.shape, item, routes[members[0]], lo, hi))
-    table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
-    num_holders, num_wanters = (len(one.numbers) for one in sides.sets.values())
-    key = (table[0] * num_holders + table[1]) * num_wanters + table[2]
-    table = table[:, np.argsort(key, kind="stable")]
-    kind, holders, wanters, tensor_class, box, box_bytes, num_tensors = table
-    total = box_bytes * num_tensors
-    return Entries(
-        classes=built, kind=kind, holders=holders, wanters=wanters, tensor_class=tensor_class, box=box,
-        box_bytes=box_bytes, num_tensors=num_tensors,
-        start=np.concatenate([[0], np.cumsum(total)]).astype(np.int64),
-        holder_sets=sides.sets["source"].frozen(), wanter_sets=sides.sets["destination"].frozen(),
-        needed_bytes=int(total[kind == NETWORK].sum()),
-    )  # fmt: skip
+    def __init__(self, source: JobLayout, destination: JobLayout, topology: Topology) -> None:
+        self._source, self._destination = source, destination
+        self._sides = _Sides(topology)
+        one, other = topology.domain[topology.source], topology.domain[topology.destination]
+        self._shared = bool(np.intersect1d(one, other).size)
+        self._overlaps: dict[
+            tuple[int, int], tuple[tuple[Ints, Ints, Ints, Ints, Ints], DistinctBoxes, DistinctBoxes]
+        ] = {}
+        self._known: dict[object, tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints, Ints]]] = {}
+
+    def entries(self, pairs: Sequence[TensorPair], routes: Sequence[Route]) -> Entries:
+        """Return all entries of a refit with these routes.
+
+        Raises WeightsError naming a tensor with a destination element that no source rank holds.
+        """
+        columns: list[Ints] = []
+        built: list[TensorClass] = []
+        for key, members in _classify(pairs, routes).items():
+            first = pairs[members[0]]
+            lo, hi, size, rows = self._class(first, key[-1] == "broadcast")
+            kind, holders, wanters, box = rows
+            item = item_size(first.wire_dtype)
+            table = np.empty((7, len(box)), np.int64)
+            table[0], table[1], table[2], table[3], table[4] = kind, holders, wanters, len(built), box
+            table[5], table[6] = size[box] * item, len(members)
+            columns.append(table)
+            built.append(
+                TensorClass(np.array(members, np.int64), first.shape, item, routes[members[0]], lo, hi)
+            )
+        table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
+        num_holders, num_wanters = (len(one.numbers) for one in self._sides.sets.values())
+        key_column = (table[0] * num_holders + table[1]) * num_wanters + table[2]
+        table = table[:, np.argsort(key_column, kind="stable")]
+        kind, holders, wanters, tensor_class, box, box_bytes, num_tensors = table
+        total = box_bytes * num_tensors
+        return Entries(
+            classes=built, kind=kind, holders=holders, wanters=wanters, tensor_class=tensor_class, box=box,
+            box_bytes=box_bytes, num_tensors=num_tensors,
+            start=np.concatenate([[0], np.cumsum(total)]).astype(np.int64),
+            holder_sets=self._sides.sets["source"].frozen(),
+            wanter_sets=self._sides.sets["destination"].frozen(),
+            needed_bytes=int(total[kind == NETWORK].sum()),
+        )  # fmt: skip
+
+    def _class(self, pair: TensorPair, whole: bool) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints, Ints]]:
+        """Return (lo, hi, elements) of the boxes of a class, and its rows."""
+        key = (pair.source_geometries, whole, pair.shape if whole else pair.destination_geometries)
+        if key not in self._known:
+            sides = self._sides
+            have = sides.of(self._source, pair.source_geometries, "source")
+            want = (
+                sides.whole(pair.shape)
+                if whole
+                else sides.of(self._destination, pair.destination_geometries, "destination")
+            )
+            mine, theirs, lo, hi, size = self._overlap(have.boxes, want.boxes)
+            _check_cover(self._source, pair, want, theirs, size)
+            rows = (
+                _shared_rows(have, want, mine, theirs, sides)
+                if self._shared
+                else _rows(have, want, mine, theirs)
+            )
+            self._known[key] = lo, hi, size, rows
+        return self._known[key]
+
+    def _overlap(self, have: DistinctBoxes, want: DistinctBoxes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Return (i, j, lo, hi, elements) of the boxes that overlap; stages with the same boxes share it."""
+        key = (id(have.intervals), id(want.intervals))
+        if key not in self._overlaps:
+            mine, theirs = overlaps(have.intervals, want.intervals)
+            lo = np.maximum(have.lo[mine], want.lo[theirs])
+            hi = np.minimum(have.hi[mine], want.hi[theirs])
+            # the boxes are kept with it, so that no other object can come to have their identity
+            self._overlaps[key] = (mine, theirs, lo, hi, volumes(lo, hi)), have, want
+        return self._overlaps[key][0]
 
 
 def _rows(have: _Side, want: _Side, mine: Ints, theirs: Ints) -> tuple[Ints, Ints, Ints, Ints]:

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BIG_FRAGMENT = 1 << 18  # bytes from which a fragment is a message of its own
-_COUNTED = 1 << 20  # streams times rounds up to which every message is counted
+_COUNTED = 1 << 18  # streams times rounds up to which every message is counted
 MAX_MESSAGE = 1 << 30  # bytes; longer ones are sent as several, as transports count in 32 bits
 
 

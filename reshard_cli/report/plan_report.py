@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 from reshard_cli.plan.build import Plan, build_plan
-from reshard_cli.plan.cost import DGX_H100, Prediction, Traffic, limit_seconds, predict, traffic_of
+from reshard_cli.plan.cost import Prediction, Traffic, limit_seconds, predict, traffic_of
 from reshard_cli.plan.routes import MODES, Mode
 from reshard_cli.plan.schedule import count_messages
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.prepare import Jobs
+from reshard_cli.report.tensor_classes import largest_tensors, memory_of, tensor_classes
+from reshard_cli.spec.hardware_profile import Hardware
 
 __all__ = ["PLAN_SCHEMA", "plan_report"]
 
@@ -18,29 +20,30 @@ PLAN_SCHEMA = "reshard-cli/plan/1"
 
 
 def plan_report(
-    jobs: Jobs, topology: Topology, mode: Mode, *, staging: int, allow_extra: bool = False
-) -> dict[str, Any]:
-    """Plan every mode and return the report of one, with the others beside it.
+    jobs: Jobs,
+    topology: Topology,
+    mode: Mode,
+    hardware: Hardware,
+    *,
+    staging: int,
+    allow_extra: bool = False,
+) -> tuple[dict[str, Any], Plan]:
+    """Plan every mode; return the report of one, with the others beside it, and that one's plan.
 
     Raises WeightsError or DocumentError as `build_plan` does.
     """
     began = time.perf_counter()
     plans: dict[Mode, Plan] = {}
     for one in dict.fromkeys((mode, *MODES)):
-        known = plans.values() if one != mode else ()
         plans[one] = build_plan(
-            jobs.source,
-            jobs.destination,
-            topology,
-            one,
-            staging=staging,
-            allow_extra=allow_extra,
-            known=known,
-        )
+            jobs.source, jobs.destination, topology, one,
+            staging=staging, allow_extra=allow_extra, known=plans.values(),
+        )  # fmt: skip
     traffic = {one: traffic_of(plan) for one, plan in plans.items()}
-    predicted = {one: predict(traffic[one], DGX_H100) for one in MODES}
+    predicted = {one: predict(plans[one], traffic[one], hardware, one) for one in MODES}
     plan, chosen = plans[mode], traffic[mode]
-    return {
+    classes = tensor_classes(jobs, plan)
+    report = {
         "schema": PLAN_SCHEMA,
         "model": {
             "name": jobs.destination.model.name,
@@ -68,21 +71,25 @@ def plan_report(
         "balance": _balance(plan, chosen),
         "messages": count_messages(plan),
         "rounds": plan.num_rounds,
-        "memory": {"staging_bytes": staging},
-        "limit_seconds": limit_seconds(plans["reshard"], DGX_H100),
-        "predicted": _predicted(predicted[mode]),
+        "memory": {"staging_bytes": staging, **memory_of(jobs)},
+        "limit_seconds": limit_seconds(plans["reshard"], hardware),
+        "predicted": _predicted(predicted[mode], hardware),
         "compare": [
             {
                 "mode": one,
                 "network_bytes": traffic[one].network_bytes,
                 "predicted_seconds": predicted[one].seconds,
+                "bottleneck": predicted[one].bottleneck,
             }
             for one in MODES
         ],
+        "classes": classes,
+        "largest": largest_tensors(plan),
         "extra": plan.extra,
         "plan_seconds": time.perf_counter() - began,
         "digest": plan.digest,
     }
+    return report, plan
 
 
 def _side(name: str, topology: Topology, plan: Plan, *, source: bool) -> dict[str, Any]:
@@ -113,9 +120,10 @@ def _balance(plan: Plan, traffic: Traffic) -> dict[str, float]:
     }
 
 
-def _predicted(prediction: Prediction) -> dict[str, Any]:
+def _predicted(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
     return {
         "seconds": prediction.seconds,
         "bottleneck": prediction.bottleneck,
-        "hardware": DGX_H100.name,
+        "hardware": hardware.name,
+        "parts": prediction.parts,
     }

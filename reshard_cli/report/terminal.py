@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["bytes_text", "print_model", "print_plan", "print_refit"]
+__all__ = ["bytes_text", "print_listing", "print_model", "print_plan", "print_refit", "print_tensors"]
 
 
 def bytes_text(count: float) -> str:
@@ -37,9 +37,10 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print a plan's report."""
+    """Print a plan's report: facts, modes, tensor classes, the largest tensors."""
     console = console or _console()
-    traffic, balance = report["traffic"], report["balance"]
+    traffic, balance, memory = report["traffic"], report["balance"], report["memory"]
+    predicted = report["predicted"]
     console.print(
         _facts(
             [
@@ -57,24 +58,85 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
                 ("domain / local", f"{bytes_text(traffic['domain_bytes'])} / {bytes_text(traffic['local_bytes'])}"),
                 ("balance", f"busiest sender {balance['send_max_over_best']:.3f} x the best possible, "
                             f"busiest receiver {balance['receive_max_over_best']:.3f} x"),
-                ("rounds", f"{report['rounds']} of at most {bytes_text(report['memory']['staging_bytes'])} staging, "
+                ("rounds", f"{report['rounds']} of at most {bytes_text(memory['staging_bytes'])} staging, "
                            f"{report['messages']} messages"),
-                ("predicted", f"{report['predicted']['seconds']:.4g} s on {report['predicted']['hardware']} "
-                              f"({report['predicted']['bottleneck']}); the network's limit is "
+                ("memory", f"weights of {bytes_text(memory['source_bytes'])} on the fullest source rank, "
+                           f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"),
+                ("predicted", f"{predicted['seconds']:.4g} s on {predicted['hardware']} "
+                              f"({predicted['bottleneck']}), not measured; the network's limit is "
                               f"{report['limit_seconds']:.4g} s"),
                 ("digest", report["digest"][:16]),
             ]
         )
     )  # fmt: skip
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("mode")
-    table.add_column("network", justify="right")
-    table.add_column("predicted", justify="right")
+    for name, justify in (
+        ("mode", "left"),
+        ("network", "right"),
+        ("predicted", "right"),
+        ("bottleneck", "left"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for one in report["compare"]:
-        table.add_row(one["mode"], bytes_text(one["network_bytes"]), f"{one['predicted_seconds']:.4g} s")
+        seconds = f"{one['predicted_seconds']:.4g} s"
+        table.add_row(one["mode"], bytes_text(one["network_bytes"]), seconds, one["bottleneck"])
     console.print(table)
+    _print_classes(report["classes"], console)
+    _print_largest(report["largest"], console)
     if report["extra"]:
         console.print(f"left out, as only the source has them: {', '.join(report['extra'])}", highlight=False)
+
+
+def _print_classes(classes: list[dict[str, Any]], console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, title="tensor classes", title_justify="left")
+    table.add_column("tensors", overflow="fold", min_width=44)
+    for name in ("shape", "source", "destination", "route"):
+        table.add_column(name, overflow="fold")
+    table.add_column("number", justify="right")
+    table.add_column("bytes", justify="right")
+    for one in classes:
+        dtype = one["source_dtype"]
+        if dtype != one["destination_dtype"]:
+            dtype += f" -> {one['destination_dtype']}"
+        route = one["route"] + (f": {one['why']}" if one["why"] else "")
+        table.add_row(
+            _short(one["name"]), f"{one['shape']} {dtype}", one["source"], one["destination"], route,
+            str(one["tensors"]), bytes_text(one["bytes"]),
+        )  # fmt: skip
+    console.print(table, highlight=False, markup=False)
+
+
+def _short(template: str) -> str:
+    """Return a class's name without the part that all layers share; the JSON report has it in full."""
+    return template.replace("model.layers.{layer}.", "{layer}.").replace(
+        "backbone.layers.{layer}.", "{layer}."
+    )
+
+
+def _print_largest(largest: list[dict[str, Any]], console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, title="largest tensors", title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape")
+    table.add_column("bytes", justify="right")
+    table.add_column("route")
+    for one in largest:
+        table.add_row(one["name"], str(one["shape"]), bytes_text(one["bytes"]), one["route"])
+    console.print(table, highlight=False, markup=False)
+
+
+def print_tensors(tensors: list[dict[str, Any]]) -> None:
+    """Print single tensors of a plan with both placements."""
+    console = _console()
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("tensor", "source", "destination", "route"):
+        table.add_column(name, overflow="fold")
+    table.add_column("bytes", justify="right")
+    for one in tensors:
+        table.add_row(
+            f"{one['name']} {one['shape']} {one['dtype']}", one["source"], one["destination"], one["route"],
+            bytes_text(one["bytes"]),
+        )  # fmt: skip
+    console.print(table, highlight=False, markup=False)
 
 
 def _side(side: dict[str, Any]) -> str:
@@ -111,6 +173,19 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
     if report["extra"]:
         rows.append(("left out", ", ".join(report["extra"])))
     console.print(_facts(rows))
+
+
+def print_listing(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print names with a line about each, under a title."""
+    console = _console()
+    console.print(title, style="bold", highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, about in rows:
+        table.add_row(f"  {name}", about)
+    console.print(table, highlight=False, markup=False)
+    console.print()
 
 
 def print_model(tensors: Iterable[tuple[str, str, str, int, int]], totals: str) -> None:

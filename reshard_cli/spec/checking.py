@@ -29,6 +29,7 @@ Document = TypeVar("Document", bound=StrictDocument)
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "float_type": "a number",
     "string_type": "text",
     "bool_type": "true or false",
     "list_type": "a list",
@@ -130,6 +131,8 @@ def _message(item: dict[str, Any], path: tuple[int | str, ...], kind: type[BaseM
         return f"key {path[-1]!r} is missing"
     if category in _KINDS:
         return f"must be {_KINDS[category]}, not {_shown(value)}"
+    if category == "greater_than":
+        return f"must be more than {context['gt']:g}, not {_shown(value)}"
     if category == "greater_than_equal":
         return f"must be at least {context['ge']}, not {_shown(value)}"
     if category == "less_than_equal":

@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 
-__all__ = ["Pattern", "expand_braces", "fill", "normalise", "substitute", "template_of"]
+__all__ = ["Pattern", "expand_braces", "fill", "has_digit", "normalise", "substitute", "template_of"]
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _CAPTURES = ("{layer}", "{expert}", "{local_layer}", "{local_expert}")
@@ -29,6 +29,7 @@ def normalise(name: str) -> str:
     return name
 
 
+@functools.lru_cache(maxsize=65536)
 def template_of(name: str) -> tuple[str, int | None, int | None]:
     """Return (template, layer, expert) of a concrete name; None where the name has no such number."""
     parts = name.split(".")
@@ -42,6 +43,11 @@ def template_of(name: str) -> tuple[str, int | None, int | None]:
         elif layer is None:
             layer, parts[index] = int(part), "{layer}"
     return ".".join(parts), layer, expert
+
+
+def has_digit(text: str) -> bool:
+    """Say whether a text has a digit: patterns without one treat all layers and experts alike."""
+    return any(character.isdigit() for character in text)
 
 
 def fill(template: str, **numbers: int | None) -> str:

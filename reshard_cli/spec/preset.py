@@ -27,7 +27,7 @@ from reshard_cli.spec.located import KeyPath, Located, key_text
 from reshard_cli.spec.model import LogicalTensor, Model
 from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
 
-__all__ = ["PresetError", "expanded", "preset_names", "preset_text", "with_preset"]
+__all__ = ["PresetError", "expanded", "preset_about", "preset_names", "preset_text", "with_preset"]
 
 _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 _SECTIONS = ("tensors", "storage")
@@ -52,6 +52,11 @@ def preset_text(name: str) -> str:
     if name not in preset_names():
         raise DocumentError(f"no engine preset is named {name!r}; there are: {', '.join(preset_names())}")
     return (resources.files("reshard_cli.spec") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def preset_about(name: str) -> str:
+    """Return what a preset says of itself in a line."""
+    return str(_preset(name)["about"])
 
 
 @lru_cache(maxsize=16)
