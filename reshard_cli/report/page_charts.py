@@ -224,7 +224,7 @@ function barChart(canvas, bars) {
         pen.lineTo(left + used, y(tick) + 0.5);
         pen.stroke();
         pen.fillStyle = colour("muted");
-        pen.fillText(bytesText(tick).replace(/\.?0+ /, " "), left - 7, y(tick));
+        pen.fillText(bytesText(tick).replace(/\.0+ /, " "), left - 7, y(tick));
       }
       const gap = wide >= 4 ? Math.min(6, wide * 0.2) : 0;
       values.forEach((value, index) => {

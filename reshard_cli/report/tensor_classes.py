@@ -13,7 +13,7 @@ from reshard_cli.refit.prepare import Jobs
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.names import Pattern, template_of
 
-__all__ = ["largest_tensors", "memory_of", "tensor_classes", "tensors_like"]
+__all__ = ["largest_tensors", "memory_of", "placement_text", "tensor_classes", "tensors_like", "why_of"]
 
 _LARGEST = 10
 _ANY_EXPERT = "987654321"

@@ -80,9 +80,15 @@ def test_plan_reports_every_field_of_its_schema_and_nothing_else_on_standard_out
     assert report["balance"].keys() == {"send_max_over_best", "receive_max_over_best"}
     assert report["messages"] > 0
     assert report["rounds"] == 1
-    assert report["memory"] == {"staging_bytes": 512 << 20}
+    # each side's fullest rank: two stages of two tensor-parallel ranks, then whole layers cut in two
+    assert report["memory"] == {
+        "staging_bytes": 512 << 20, "source_bytes": 15128064, "destination_bytes": 30255104
+    }  # fmt: skip
     assert 0 < report["limit_seconds"] <= report["predicted"]["seconds"]
-    assert report["predicted"].keys() == {"seconds", "bottleneck", "hardware"}
+    assert report["predicted"].keys() == {"seconds", "bottleneck", "hardware", "parts"}
+    assert report["predicted"]["hardware"] == "dgx-h100"
+    assert sum(one["tensors"] for one in report["classes"]) == 135
+    assert len(report["largest"]) == 10
     assert [one["mode"] for one in report["compare"]] == ["broadcast", "hybrid-ffn", "reshard", "hybrid"]
     assert report["plan_seconds"] > 0
     assert len(report["digest"]) == 64

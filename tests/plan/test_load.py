@@ -16,6 +16,7 @@ from reshard_cli.plan.build import build_plan
 from reshard_cli.plan.cost import traffic_of
 from reshard_cli.refit.prepare import read_jobs
 from reshard_cli.report.plan_report import plan_report
+from reshard_cli.spec.hardware_profile import read_hardware
 from tests.support import make_jobs, model_document
 
 QUICKSTART = Path(__file__).parent.parent.parent / "layouts" / "quickstart"
@@ -165,7 +166,9 @@ def test_uneven_stages_are_nobodys_fault(tmp_path):
 def test_the_report_states_bytes_by_rank_that_add_up():
     jobs = read_jobs(QUICKSTART / "train.yaml", QUICKSTART / "infer.yaml")
     for mode in ("reshard", "broadcast", "hybrid-ffn", "hybrid"):
-        report = plan_report(jobs, jobs.topology(None, False), mode, staging=1 << 24)
+        report = plan_report(
+            jobs, jobs.topology(None, False), mode, read_hardware("dgx-h100", 8), staging=1 << 24
+        )[0]
         ranks, traffic = report["per_rank"], report["traffic"]
         assert sum(ranks["send_network"]) == sum(ranks["receive_network"]) == traffic["network_bytes"]
         assert sum(ranks["send_domain"]) == sum(ranks["receive_domain"]) == traffic["domain_bytes"]

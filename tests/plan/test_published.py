@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reshard_cli.refit.prepare import read_jobs
 from reshard_cli.report.plan_report import plan_report
+from reshard_cli.spec.hardware_profile import read_hardware
 
 PUBLISHED = Path(__file__).parent.parent.parent / "layouts" / "published"
 # seconds of the network's limit at 400 Gb/s per GPU, each domain fed once, as far as they are known
@@ -21,7 +23,9 @@ LIMITS = {
 
 def report_of(row: str, mode: str):
     jobs = read_jobs(PUBLISHED / row / "train.yaml", PUBLISHED / row / "infer.yaml")
-    return plan_report(jobs, jobs.topology(None, False), mode, staging=512 << 20)
+    topology = jobs.topology(None, False)
+    hardware = read_hardware(None, int(np.bincount(topology.domain).max()))
+    return plan_report(jobs, topology, mode, hardware, staging=512 << 20)[0]
 
 
 @pytest.mark.parametrize("row", sorted(path.name for path in PUBLISHED.iterdir()))
