@@ -19,7 +19,7 @@ from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
 
-__all__ = ["PLAN_VERSION", "Plan", "build_plan", "neighbours"]
+__all__ = ["PLAN_VERSION", "Plan", "build_plan"]
 
 PLAN_VERSION = 1
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
@@ -30,7 +30,8 @@ _BLOCK_PADDING = 16
 class Plan:
     """A refit as data. Everything here is the same on every rank.
 
-    `round_quantum` is the finer grain at which a stream may be cut into rounds; `staging` is in bytes.
+    `round_quantum` is the finer grain at which a stream may be cut into rounds; `staging` is in bytes;
+    `passed_on` is (rank, stream) of every rank that takes a stream's bytes from its carrier.
     """
 
     mode: Mode
@@ -46,7 +47,15 @@ class Plan:
     num_rounds: int
     staging: int
     intersections: Intersections = field(repr=False)
-    digest: str = field(default="")
+    passed_on: tuple[Ints, Ints] = field(repr=False)
+    _digest: str = field(default="", init=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """The plan's fingerprint: ranks that hold the same one do the same."""
+        if not self._digest:
+            self._digest = _digest(self)
+        return self._digest
 
     @property
     def network_bytes(self) -> int:
@@ -83,17 +92,16 @@ def build_plan(
     entries = intersections.entries(pairs, routes)
     coarse = max(1, min(_COARSE, staging // 64))
     streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
-    rounds, grain = _rounds(entries, streams, topology.num_ranks, staging)
-    plan = Plan(
+    passed_on = _neighbours(entries, streams)
+    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging)
+    return Plan(
         mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
         extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
-        num_rounds=rounds, staging=staging, intersections=intersections,
+        num_rounds=rounds, staging=staging, intersections=intersections, passed_on=passed_on,
     )  # fmt: skip
-    plan.digest = _digest(plan)
-    return plan
 
 
-def _staged_bytes(entries: Entries, streams: Streams, num_ranks: int) -> tuple[Ints, Ints]:
+def _staged_bytes(streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int) -> tuple[Ints, Ints]:
     """Return per rank the bytes that pass through its staging in all, and the number of its streams.
 
     A sender packs, a carrier takes, and the carrier's neighbours take what it passes on.
@@ -103,13 +111,13 @@ def _staged_bytes(entries: Entries, streams: Streams, num_ranks: int) -> tuple[I
     total += np.bincount(streams.carrier, size, minlength=num_ranks)
     count = np.bincount(streams.sender, minlength=num_ranks)
     count += np.bincount(streams.carrier, minlength=num_ranks)
-    neighbour, stream = neighbours(entries, streams)
+    neighbour, stream = passed_on
     total += np.bincount(neighbour, size[stream], minlength=num_ranks)
     count += np.bincount(neighbour, minlength=num_ranks)
     return total.astype(np.int64), count.astype(np.int64)
 
 
-def neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
+def _neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
     """Return (rank, stream) of every rank that takes a stream's bytes from its carrier."""
     sets = entries.wanter_sets
     several = np.nonzero((streams.kind == NETWORK) & (sets.sizes[streams.wanters] > 1))[0]
@@ -121,11 +129,13 @@ def neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
     return rank[other], stream[other].astype(np.int64)
 
 
-def _rounds(entries: Entries, streams: Streams, num_ranks: int, staging: int) -> tuple[int, int]:
+def _rounds(
+    entries: Entries, streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int, staging: int
+) -> tuple[int, int]:
     """Return (rounds, grain): each round of each rank fits the staging, with cuts rounded to the grain."""
     if not len(streams.kind):
         return 1, 1
-    total, count = _staged_bytes(entries, streams, num_ranks)
+    total, count = _staged_bytes(streams, passed_on, num_ranks)
     if total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)

@@ -24,14 +24,14 @@ The last constant is fitted to published results of such systems; nothing else i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.plan.balance import Floats
-from reshard_cli.plan.build import Plan, neighbours
+from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.routes import Mode
 from reshard_cli.plan.streams import Streams
@@ -73,7 +73,7 @@ def traffic_of(plan: Plan) -> Traffic:
         return np.bincount(rank, amount, minlength=num_ranks).astype(np.int64)
 
     network, domain, local = (streams.kind == kind for kind in (NETWORK, DOMAIN, LOCAL))
-    neighbour, stream = neighbours(plan.entries, streams)
+    neighbour, stream = plan.passed_on
     passed_on = by_rank(streams.carrier[stream], size[stream])
     moving = ~local
     counts = (
@@ -116,13 +116,7 @@ def _without(plan: Plan) -> Traffic:
         np.zeros_like(plan.streams.start), np.rint(plan.streams.num_bytes * (1 - share)).astype(np.int64),
         plan.streams.best_send, plan.streams.best_receive,
     )  # fmt: skip
-    fragments = Plan(
-        mode=plan.mode, source=plan.source, destination=plan.destination, topology=plan.topology,
-        pairs=plan.pairs, routes=plan.routes, extra=plan.extra, entries=plan.entries, streams=kept,
-        round_quantum=plan.round_quantum, num_rounds=plan.num_rounds, staging=plan.staging,
-        intersections=plan.intersections,
-    )  # fmt: skip
-    return traffic_of(fragments)
+    return traffic_of(replace(plan, streams=kept))
 
 
 def broadcast_share(plan: Plan, streams: Streams) -> Floats:

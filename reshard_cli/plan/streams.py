@@ -114,7 +114,7 @@ def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -
     # one key for kind, sender, carrier and wanter set: they are small enough for 64 bits together
     key = (table[0] * num_ranks + table[1]) * num_ranks + table[2]
     key = key * len(entries.wanter_sets) + table[3]
-    table = table[:, np.lexsort((table[4], key))].astype(np.int64)
+    table = table[:, np.lexsort((table[4], key))].astype(np.int64, copy=False)
     kinds, senders, carriers, wanted, starts, stops = table
     return Streams(kinds, senders, carriers, wanted, starts, stops, best[0], best[1])
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard_cli.layout.boxes import Ints
-from reshard_cli.plan.build import Plan, neighbours
+from reshard_cli.plan.build import Plan
 from reshard_cli.plan.cost import Traffic, traffic_of
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.schedule import _edges
@@ -104,7 +104,7 @@ def _inside(plan: Plan) -> tuple[Ints, Ints, Ints]:
     """Return (sender, receiver, bytes) of what moves inside domains: sent there directly or passed on."""
     streams = plan.streams
     direct = streams.kind == DOMAIN
-    neighbour, stream = neighbours(plan.entries, streams)
+    neighbour, stream = plan.passed_on
     sender = np.concatenate([streams.sender[direct], streams.carrier[stream]])
     receiver = np.concatenate([streams.carrier[direct], neighbour])
     size = streams.num_bytes
