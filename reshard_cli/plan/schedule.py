@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,7 @@ _COUNTED = 1 << 18  # streams times rounds up to which every message is counted
 MAX_MESSAGE = 1 << 30  # bytes; longer ones are sent as several, as transports count in 32 bits
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Elements start to stop (row-major) of the box lo..hi of a tensor (an index into the plan's pairs)."""
 
     tensor: int
@@ -132,8 +132,7 @@ class RankSchedule:
     rounds: list[list[Block]]
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One message between two ranks: the packed part of a block (part None) or one of its big fragments."""
 
     origin: int
@@ -207,21 +206,24 @@ def _fragments(plan: Plan, chosen: Ints) -> Iterator[tuple[int, int, Fragment]]:
     """Yield (position in chosen, round, fragment) in line order."""
     entries = plan.entries
     boxes: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    tensors: dict[int, list[int]] = {}
     every = np.arange(plan.num_rounds, dtype=np.int64)
-    columns = [column.tolist() for column in _segments(plan, chosen, every)]
-    for stream, number, entry, begin, end in zip(*columns, strict=True):
-        index = int(entries.tensor_class[entry])
-        one = entries.classes[index]
+    streams, numbers, entry, begins, ends = _segments(plan, chosen, every)
+    columns = (streams, numbers, entries.tensor_class[entry], entries.box[entry], entries.box_bytes[entry])
+    listed = (column.tolist() for column in (*columns, begins, ends))
+    for stream, number, index, box, size, begin, end in zip(*listed, strict=True):
         if index not in boxes:
+            one = entries.classes[index]
             boxes[index] = [
                 (tuple(a), tuple(b)) for a, b in zip(one.lo.tolist(), one.hi.tolist(), strict=True)
             ]
-        lo, hi = boxes[index][entries.box[entry]]
-        size, item = int(entries.box_bytes[entry]), one.item_size
+            tensors[index] = one.tensors.tolist()
+        lo, hi = boxes[index][box]
+        item = entries.classes[index].item_size
         for nth in range(begin // size, -(-end // size)):
             start = max(begin - nth * size, 0) // item
             stop = min(end - nth * size, size) // item
-            yield stream, number, Fragment(int(one.tensors[nth]), lo, hi, start, stop, item)
+            yield stream, number, Fragment(tensors[index][nth], lo, hi, start, stop, item)
 
 
 def transfers(blocks: list[Block], rank: int, *, phase: int) -> list[Transfer]:
@@ -232,21 +234,24 @@ def transfers(blocks: list[Block], rank: int, *, phase: int) -> list[Transfer]:
     """
     found = []
     for block in blocks:
-        if block.kind == LOCAL:
-            continue
-        if (block.kind == NETWORK) == (phase == NETWORK):
-            routes = [(block.sender, block.carrier)]
-        elif block.kind == NETWORK:
-            routes = [(block.carrier, other) for other in block.wanters if other != block.carrier]
-        else:
-            continue
-        for origin, target in routes:
-            if rank not in (origin, target):
-                continue
+        for origin, target in _routes_of(block, rank, phase):
             if block.packed:
                 found.append(Transfer(origin, target, block, None))
             found += [Transfer(origin, target, block, part) for part in range(len(block.big))]
     return found
+
+
+def _routes_of(block: Block, rank: int, phase: int) -> list[tuple[int, int]]:
+    """Return (origin, target) of the block's messages in which the rank takes part in a phase."""
+    if block.kind == LOCAL:
+        return []
+    if (block.kind == NETWORK) == (phase == NETWORK):
+        return [(block.sender, block.carrier)] if rank in (block.sender, block.carrier) else []
+    if block.kind != NETWORK:
+        return []
+    if rank == block.carrier:
+        return [(rank, other) for other in block.wanters if other != rank]
+    return [(block.carrier, rank)] if rank in block.wanters else []
 
 
 def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
@@ -254,19 +259,18 @@ def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
 
     Both ends compute it from their own schedules; they must agree before anything is sent.
     """
-    hashers: dict[tuple[int, int], hashlib._Hash] = {}
+    # a pair's messages all belong to one phase, as it either crosses domains or does not
+    contents: dict[tuple[int, int], list[bytes]] = {}
     for number, blocks in enumerate(schedule.rounds):
-        for phase in (NETWORK, DOMAIN):
-            for transfer in transfers(blocks, schedule.rank, phase=phase):
-                hasher = hashers.setdefault((transfer.origin, transfer.target), hashlib.sha256())
-                block = transfer.block
-                parts = block.packed if transfer.part is None else [block.big[transfer.part]]
-                hasher.update(repr((number, phase, transfer.num_bytes)).encode())
-                for part in parts:
-                    hasher.update(
-                        repr((part.tensor, part.lo, part.hi, part.start, part.stop, part.item_size)).encode()
-                    )
-    return {pair: hasher.hexdigest() for pair, hasher in hashers.items()}
+        for block in blocks:
+            told: bytes | None = None
+            for phase in (NETWORK, DOMAIN):
+                for pair in _routes_of(block, schedule.rank, phase):
+                    if told is None:
+                        parts = [tuple(one) for one in block.packed], [tuple(one) for one in block.big]
+                        told = repr((number, block.kind, parts)).encode()
+                    contents.setdefault(pair, []).append(told)
+    return {pair: hashlib.sha256(b"".join(told)).hexdigest() for pair, told in contents.items()}
 
 
 def count_messages(plan: Plan) -> int:
