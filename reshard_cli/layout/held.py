@@ -14,6 +14,7 @@ class HeldTensor:
 
     `logical` is the name of the tensor whose values it has: its own, or the target of its alias.
     `dtype_asked` says that the document itself gave the dtype, which asks a destination for a cast.
+    `block` is the block size of a tensor with block scales; `scale_of` names the tensor whose scales it is.
     """
 
     name: str
@@ -27,3 +28,5 @@ class HeldTensor:
     dtype_asked: bool
     padding: Literal["zero", "keep"]
     route: Literal["broadcast", "reshard"] | None
+    block: int | None = None
+    scale_of: str | None = None

@@ -10,12 +10,13 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from reshard_cli.errors import DocumentError, Problem, WeightsError
 from reshard_cli.layout.boxes import Ints, disjoint
+from reshard_cli.layout.casts import Casts
 from reshard_cli.layout.distinct import DistinctBoxes, distinct_boxes
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
@@ -27,6 +28,7 @@ from reshard_cli.layout.holdings import (
     placed_holdings,
 )
 from reshard_cli.layout.pipeline import Stages
+from reshard_cli.layout.scaled import CutBlock, cut_block, scaled_holdings
 from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_storages
 from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule
 from reshard_cli.spec.located import KeyPath
@@ -51,6 +53,7 @@ class JobLayout:
     digest: str = field(default="", repr=False)
     _distinct: dict[tuple[int, ...], DistinctBoxes] = field(default_factory=dict, repr=False)
     _boxes: dict[tuple[bytes, bytes], DistinctBoxes] = field(default_factory=dict, repr=False)
+    _scaled: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def distinct_boxes(self, geometries: tuple[int, ...]) -> DistinctBoxes:
         """Return the distinct boxes of a tensor with these geometries; worked out once for all plans."""
@@ -58,6 +61,22 @@ class JobLayout:
             parts = [self.geometries[one] for one in geometries]
             self._distinct[geometries] = distinct_boxes(parts, self._boxes)
         return self._distinct[geometries]
+
+    def scale_geometry(self, geometry: int, shape: tuple[int, ...], size: int) -> int | None:
+        """Return the geometry of the block scales of a tensor that is held without; None where blocks are cut.
+
+        The first time it is worked out, and kept with the others.
+        """
+        key = (geometry, size)
+        if key not in self._scaled:
+            holdings = self.geometries[geometry]
+            if cut_block(holdings, shape, size) is not None:
+                return None
+            self._scaled[key] = len(self.geometries)
+            # where the scales would lie on the rank is of no meaning: they lie nowhere
+            flat = replace(holdings, local_lo=np.zeros_like(holdings.local_lo))
+            self.geometries.append(scaled_holdings(flat, shape, size, cover=False))
+        return self._scaled[key]
 
     @property
     def name(self) -> str:
@@ -88,6 +107,7 @@ class _Builder:
         self.matched: dict[str, int | None] = {}
         self.placed: dict[object, int] = {}
         self.stage_of: dict[object, frozenset[int] | None] = {}
+        self.casts = Casts(self.loaded, self.rule_of, self.add)
         self.numbered = any(has_digit(pattern.text) for pattern in self.loaded.matches)
         self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
         self.stages = Stages.of(self.loaded, self.model)
@@ -134,7 +154,7 @@ class _Builder:
         explicit = self.explicit(tensor)
         rule_index = self.rule_of(tensor)
         rule = None if rule_index is None else self.document.tensors[rule_index]
-        asked = (rule.dtype if rule else None) or self.document.dtype
+        asked = self.casts.asked_dtype(tensor, rule_index)
         if explicit:
             geometry = self.explicit_geometry(tensor, explicit)
         elif rule is None or rule_index is None:
@@ -156,6 +176,38 @@ class _Builder:
             dtype_asked=asked is not None,
             padding=rule.padding if rule else "zero",
             route=rule.route if rule else None,
+            block=self.casts.blocks.get(tensor.name),
+        )
+
+    def held_scale(self, tensor: LogicalTensor, logical: str, weight: HeldTensor) -> HeldTensor | None:
+        """Return the scales of a tensor as this job holds them: cut as the tensor is, in blocks."""
+        assert weight.block is not None
+        cover = weight.route == "broadcast"
+        key = ("scales", weight.geometry, weight.block, cover)
+        if key not in self.keys:
+            holdings = self.geometries[weight.geometry]
+            try:
+                scaled = scaled_holdings(holdings, weight.shape, weight.block, cover=cover)
+            except CutBlock as error:
+                where: KeyPath = ("pieces",) if weight.rule is None else ("tensors", weight.rule)
+                mend = f"cut it at multiples of {weight.block}, or give it route: broadcast"
+                self.add(where, "block", f"tensor {weight.name!r} has block scales, but {error}; {mend}")
+                return None
+            self.keys[key] = len(self.geometries)
+            self.geometries.append(scaled)
+        return HeldTensor(
+            name=tensor.name,
+            logical=logical,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            layer=tensor.layer,
+            has_experts=tensor.has_experts,
+            geometry=self.keys[key],
+            rule=weight.rule,
+            dtype_asked=False,
+            padding=weight.padding,
+            route=weight.route,
+            scale_of=weight.name,
         )
 
     def rule_of(self, tensor: LogicalTensor) -> int | None:
@@ -348,17 +400,25 @@ def build_layout(loaded: LoadedLayout, model: Model) -> JobLayout:
     aliases = builder.aliases()
     alias_names = {tensor.name for tensor, _ in aliases}
     plain = [(tensor, tensor.name) for tensor in builder.model.tensors if tensor.name not in alias_names]
-    held: list[HeldTensor] = []
-    everything = plain + aliases
-    groups = group_storages(loaded, [tensor for tensor, _ in everything], builder.add)
+    everything = builder.casts.with_scales(plain + aliases)
+    places = {tensor.name: position for position, (tensor, _) in enumerate(everything)}
+    follows = [None if builder.explicit(one) else builder.casts.follows(one) for one, _ in everything]
+    weights = {position: places[name] for position, name in enumerate(follows) if name is not None}
+    groups = group_storages(
+        loaded, [tensor for tensor, _ in everything], builder.add, weights, builder.casts.blocks
+    )
     interleaved = {
         position: part for group in groups for position, part in group.interleaved_parts(everything).items()
     }
+    found: dict[int, HeldTensor | None] = {}
     for position, (tensor, logical) in enumerate(everything):
-        one = builder.held(tensor, logical, interleaved.get(position))
-        if one is not None:
-            held.append(one)
+        if position not in weights:
+            found[position] = builder.held(tensor, logical, interleaved.get(position))
+    for position, weight in weights.items():
+        whole = found[weight]
+        found[position] = None if whole is None else builder.held_scale(*everything[position], whole)
     builder.raise_problems()
+    held = [one for _, one in sorted(found.items()) if one is not None]
     check_groups(loaded, groups, held, builder.geometries, builder.stages, builder.add)
     builder.raise_problems()
     layout = JobLayout(loaded, builder.model, held, builder.geometries, groups, builder.stages)

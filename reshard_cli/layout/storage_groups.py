@@ -6,7 +6,7 @@ one rank is worked out in `storage`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import Holdings, Interleaved
 from reshard_cli.layout.pipeline import Stages
+from reshard_cli.spec.casts import SCALE_SUFFIX
 from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
@@ -56,9 +57,17 @@ def concat_dim(rule: StorageRule, has_experts: bool) -> int:
 
 
 def group_storages(
-    loaded: LoadedLayout, tensors: Sequence[LogicalTensor], add: AddProblem
+    loaded: LoadedLayout,
+    tensors: Sequence[LogicalTensor],
+    add: AddProblem,
+    weights: Mapping[int, int],
+    blocks: Mapping[str, int],
 ) -> list[StorageGroup]:
-    """Return the storages of a job. Notes operands that are missing or cannot lie together."""
+    """Return the storages of a job. Notes operands that are missing or cannot lie together.
+
+    weights: of scales that follow a tensor, that tensor's position; they lie together as those tensors do,
+    unless a storage rule names scales itself. blocks: each such tensor's block size by its name.
+    """
     operands: list[tuple[int, int, Pattern]] = []
     for index, rule in enumerate(loaded.document.storage):
         texts = [choice for pattern in rule.concat for choice in expand_braces(pattern)]
@@ -70,12 +79,16 @@ def group_storages(
     # names that differ in their numbers alone meet the same rules, unless a rule has a number in it
     numbered = any(has_digit(pattern.text) for _, _, pattern in operands)
     fitting: dict[str, list[tuple[int, int, Pattern]]] = {}
+    following: dict[int, int] = {}
     for position, tensor in enumerate(tensors):
         probe = tensor.name.replace("{expert}", "0")
         key = probe if numbered else template_of(probe)[0]
         if key not in fitting:
             fitting[key] = [one for one in operands if one[2].matches(probe)]
         found = next((one for one in fitting[key] if _at_layer(loaded, one[0], tensor.layer)), None)
+        if position in weights and (found is None or SCALE_SUFFIX not in found[2].text):
+            following[weights[position]] = position
+            continue
         if found is None:
             groups.append(StorageGroup(tensor.name, tensor.layer, (position,), None, None))
             continue
@@ -102,7 +115,44 @@ def group_storages(
         chosen = tuple(found_operands[operand] for operand in range(wanted[index]))
         if _fit(index, rule, [tensors[position] for position in chosen], add):
             groups.append(StorageGroup(rule.tensor, layer, chosen, index, rule))
-    return groups
+    if not following:
+        return groups
+    with_scales = []
+    for group in groups:
+        with_scales.append(group)
+        scales = _scales_of(group, tensors, following, blocks, add)
+        if scales is not None:
+            with_scales.append(scales)
+    return with_scales
+
+
+def _scales_of(
+    group: StorageGroup,
+    tensors: Sequence[LogicalTensor],
+    following: Mapping[int, int],
+    blocks: Mapping[str, int],
+    add: AddProblem,
+) -> StorageGroup | None:
+    """Return the storage of a storage's scales, or None where it has none."""
+    have = [position for position in group.operands if position in following]
+    if not have:
+        return None
+    where: KeyPath = ("storage",) if group.index is None else ("storage", group.index)
+    if len(have) < len(group.operands):
+        lacking = next(position for position in group.operands if position not in following)
+        a, b = tensors[have[0]].name, tensors[lacking].name
+        add((*where, "concat"), "scales", f"{a!r} has block scales and {b!r} has not")
+        return None
+    rule = group.rule
+    if rule is not None and rule.block is not None:
+        size = blocks[tensors[have[0]].name]
+        if rule.block % size:
+            told = f"{rule.block} rows are no multiple of the {size} of the scales' blocks"
+            add((*where, "block"), "scales", told)
+            return None
+        rule = rule.model_copy(update={"block": rule.block // size})
+    operands = tuple(following[position] for position in group.operands)
+    return StorageGroup(group.name + SCALE_SUFFIX, group.layer, operands, group.index, rule)
 
 
 def _at_layer(loaded: LoadedLayout, index: int, layer: int | None) -> bool:
@@ -164,6 +214,7 @@ def check_groups(
 ) -> None:
     """Note storages whose operands do not fit on some rank, and names that two storages of a rank share."""
     owners: dict[str, list[StorageGroup]] = {}
+    by_name = {tensor.name: tensor for tensor in held}
     for group in groups:
         members = [held[position] for position in group.operands]
         where: KeyPath = ("storage",) if group.index is None else ("storage", group.index)
@@ -175,6 +226,8 @@ def check_groups(
             kinds = ", ".join(f"{member.name} {member.padding}" for member in members)
             add((*where, "concat"), "padding", f"operands differ in what becomes of their padding: {kinds}")
             continue
+        if members[0].scale_of is not None and group.rule is not None:
+            _check_scales(group, members, by_name, geometries, add)
         if len(members) > 1:
             _check_on_ranks(group, [(member, geometries[member.geometry]) for member in members], where, add)
         name = storage_name(group, stages)
@@ -189,6 +242,29 @@ def check_groups(
                 index = other.index if other.index is not None else sharing[0].index
                 where = ("storage",) if index is None else ("storage", index, "tensor")
                 add(where, "owners", f"{a!r} and {b!r} would both be {name!r} on rank {rank}")
+
+
+def _check_scales(
+    group: StorageGroup,
+    members: Sequence[HeldTensor],
+    by_name: Mapping[str, HeldTensor],
+    geometries: Sequence[Holdings],
+    add: AddProblem,
+) -> None:
+    """Note operands after which the next one would begin inside a block of the storage."""
+    assert group.rule is not None
+    for member in members[:-1]:
+        weight = by_name[member.scale_of or ""]
+        dim = concat_dim(group.rule, weight.has_experts)
+        if weight.block is None or dim < len(weight.shape) - 2:
+            continue
+        uneven = np.nonzero(geometries[weight.geometry].local_shape[:, dim] % weight.block)[0]
+        if len(uneven):
+            rows = int(geometries[weight.geometry].local_shape[uneven[0], dim])
+            told = f"rank {int(uneven[0])} has {rows} rows of {weight.name!r}, no multiple of {weight.block}"
+            path: KeyPath = ("storage",) if group.index is None else ("storage", group.index, "concat")
+            add(path, "scales", f"{told}: the next operand would begin inside a block of its scales")
+            return
 
 
 def storage_name(group: StorageGroup, stages: Stages) -> str:

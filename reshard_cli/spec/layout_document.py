@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.casts import Blockwise, parse_cast
 from reshard_cli.spec.checking import StrictDocument, read_document
 from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.located import KeyPath, Located
@@ -22,6 +23,7 @@ from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise
 from reshard_cli.spec.placement import Placement, Shard, Stage, parse_placement
 
 __all__ = [
+    "CastRule",
     "LayoutDocument",
     "LoadedLayout",
     "PieceRule",
@@ -58,6 +60,9 @@ class TensorRule(StrictDocument):
     )
     padding: Literal["zero", "keep"] = Field("zero", description="what a refit does to padding rows")
     dtype: str | None = Field(None, description="storage dtype of these tensors")
+    cast: str | None = Field(
+        None, description="a dtype, or blockwise(float8_e4m3fn, 128): also scales under NAME_scale_inv"
+    )
     route: Literal["broadcast", "reshard"] | None = Field(None, description="how these tensors travel")
     why: str | None = Field(None, description="the reason for the route, said in the plan")
 
@@ -84,6 +89,13 @@ class StorageRule(StrictDocument):
     transpose: bool = Field(False, description="the last two dims are swapped in the storage")
 
 
+class CastRule(StrictDocument):
+    """What the tensors that match are cast to; over what their tensor rule says of `dtype` and `cast`."""
+
+    match: str = Field(description="name pattern: *, {a,b}, {layer}, {expert}")
+    cast: str = Field(description="a dtype, or blockwise(float8_e4m3fn, 128)")
+
+
 class PieceRule(StrictDocument):
     """One explicit box of a tensor on one rank. Pieces of a tensor replace its placement altogether."""
 
@@ -108,6 +120,7 @@ class LayoutDocument(StrictDocument):
     pipeline: Pipeline | None = None
     tensors: list[TensorRule] = Field([])
     storage: list[StorageRule] = Field([])
+    casts: list[CastRule] = Field([], description="the first that matches a tensor says what it is cast to")
     pieces: list[PieceRule] = Field([])
     alias: dict[str, str] = Field({}, description="tied tensor: the tensor that it equals")
     rename: dict[str, str] = Field({}, description="model name pattern: name in this document's rules")
@@ -123,6 +136,7 @@ class LoadedLayout:
     meshes: dict[str, dict[str, int]]
     places: tuple[dict[str, Placement], ...]
     matches: tuple[Pattern, ...]
+    casts: tuple[tuple[Pattern, str | Blockwise], ...] = ()
 
     def mesh_of(self, rule: int) -> str:
         """Return the mesh name of a tensor rule: its own, or the document's first."""
@@ -184,6 +198,10 @@ class _Checker:
         where: KeyPath = ("tensors", index)
         pattern = self.tried((*where, "match"), Pattern, rule.match)
         self.dtype((*where, "dtype"), rule.dtype)
+        if rule.cast is not None:
+            self.tried((*where, "cast"), parse_cast, rule.cast)
+            if rule.dtype is not None:
+                self.add((*where, "cast"), "says what `dtype` says; write one of them")
         mesh = rule.mesh if rule.mesh is not None else next(iter(self.meshes))
         axes = self.meshes.get(mesh)
         if axes is None:
@@ -282,6 +300,12 @@ class _Checker:
     def _operands(rule: StorageRule) -> int:
         return sum(len(expand_braces(pattern)) for pattern in rule.concat)
 
+    def cast(self, index: int) -> tuple[Pattern, str | Blockwise] | None:
+        rule = self.document.casts[index]
+        pattern = self.tried(("casts", index, "match"), Pattern, rule.match)
+        cast = self.tried(("casts", index, "cast"), parse_cast, rule.cast)
+        return None if pattern is None or cast is None else (pattern, cast)
+
     def piece(self, index: int) -> None:
         piece = self.document.pieces[index]
         where: KeyPath = ("pieces", index)
@@ -339,6 +363,7 @@ def check_layout(
     rules = [checker.rule(index) for index in range(len(document.tensors))]
     for index in range(len(document.storage)):
         checker.storage(index)
+    casts = [checker.cast(index) for index in range(len(document.casts))]
     for index in range(len(document.pieces)):
         checker.piece(index)
     checker.alias()
@@ -351,4 +376,7 @@ def check_layout(
     if found:
         raise DocumentError(problems=sorted(set(found), key=lambda problem: problem.line))
     matches = tuple(pattern for pattern, _ in rules if pattern is not None)
-    return LoadedLayout(document, located, path, checker.meshes, tuple(place for _, place in rules), matches)
+    return LoadedLayout(
+        document, located, path, checker.meshes, tuple(place for _, place in rules), matches,
+        tuple(cast for cast in casts if cast is not None),
+    )  # fmt: skip
