@@ -62,6 +62,9 @@ class WholeTensors:
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         yield lo, hi, self.tensors[name][tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
 
+    def in_place(self, name: str) -> bool:
+        return True
+
 
 @dataclass
 class Result:

@@ -155,7 +155,8 @@ def _digest(plan: Plan) -> str:
     head = [PLAN_VERSION, plan.mode, plan.staging, plan.num_rounds, plan.routes]
     hasher.update(json.dumps(head).encode())
     for pair in plan.pairs:
-        hasher.update(repr((pair.name, pair.shape, pair.source_dtype, pair.destination_dtype)).encode())
+        told = (pair.name, pair.shape, pair.source_dtype, pair.destination_dtype, pair.block, pair.quantised)
+        hasher.update(repr(told).encode())
     for array in _arrays(plan):
         hasher.update(np.ascontiguousarray(array).tobytes())
     return hasher.hexdigest()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from reshard_cli.errors import DocumentError, WeightsError, listed
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.job import JobLayout
+from reshard_cli.spec.casts import SCALE_SUFFIX
 from reshard_cli.spec.dtypes import item_size
 
 __all__ = ["TensorPair", "pair_tensors"]
@@ -20,6 +23,8 @@ class TensorPair:
     """One logical tensor on both sides. Several geometries on a side are aliases that hold the same values.
 
     The wire dtype is the narrower one, so that a cast happens at the sender where that makes fewer bytes.
+    A cast to float8 in blocks needs whole blocks: `quantised` says which side makes it, for the tensor
+    itself and, where the sender does, for its scales, which are then a pair with `scale_of`.
     """
 
     name: str
@@ -32,6 +37,9 @@ class TensorPair:
     num_names: int
     asked_route: str | None
     has_experts: bool
+    block: int | None = None
+    quantised: Literal["sender", "receiver"] | None = None
+    scale_of: str | None = None
 
 
 def pair_tensors(
@@ -44,7 +52,13 @@ def pair_tensors(
     """
     have = _by_logical(source)
     want = _by_logical(destination)
-    missing = [name for name in want if name not in have]
+    # scales that the destination wants and the source has not are found while its tensor is cast
+    made = {
+        name: tensors[0].scale_of
+        for name, tensors in want.items()
+        if name not in have and tensors[0].scale_of in have
+    }
+    missing = [name for name in want if name not in have and name not in made]
     extra = [name for name in have if name not in want]
     lines = []
     if missing:
@@ -56,17 +70,23 @@ def pair_tensors(
         raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
     pairs, faults = [], []
     for name, wanted in want.items():
+        if name in made:
+            continue
         held = have[name]
         shapes = {tensor.shape for tensor in held + wanted}
         if len(shapes) > 1:
             one, other = list(held[0].shape), list(wanted[0].shape)
             faults.append(f"tensor {name!r}: the source has shape {one}, the destination {other}")
             continue
-        fault = _dtype_fault(held, wanted)
+        fault = _dtype_fault(held, wanted) or _scale_fault(held, wanted, want)
         if fault:
             faults.append(f"tensor {name!r}: {fault}")
             continue
-        pairs.append(_pair(name, held, wanted))
+        pair = _pair(name, held, wanted)
+        if wanted[0].block is None or held[0].block is not None:
+            pairs.append(pair)
+        else:
+            pairs += _quantised(pair, wanted[0].block, want[name + SCALE_SUFFIX][0], source)
     if faults:
         more = f"\n… and {len(faults) - _SHOWN} more tensors" if len(faults) > _SHOWN else ""
         raise WeightsError("\n".join(faults[:_SHOWN]) + more)
@@ -92,6 +112,54 @@ def _dtype_fault(held: list[HeldTensor], wanted: list[HeldTensor]) -> str | None
             f"to have it cast, write dtype: {wanted[0].dtype} in the destination's document"
         )
     return None
+
+
+def _scale_fault(
+    held: list[HeldTensor], wanted: list[HeldTensor], want: Mapping[str, list[HeldTensor]]
+) -> str | None:
+    """Say what is wrong where one side's values mean something only together with block scales."""
+    mine, theirs = held[0], wanted[0]
+    if mine.block is not None and (theirs.dtype != mine.dtype or mine.name + SCALE_SUFFIX not in want):
+        return (
+            f"the source has it in {mine.dtype} with block scales, without which its values mean nothing; "
+            f"the destination has to take it in {mine.dtype}, with {mine.name + SCALE_SUFFIX!r}"
+        )
+    if mine.block is None and theirs.block is not None and mine.dtype.startswith("float8"):
+        return f"the source has it in {mine.dtype} without scales, the destination wants it with block scales"
+    return None
+
+
+def _quantised(pair: TensorPair, block: int, scale: HeldTensor, source: JobLayout) -> list[TensorPair]:
+    """Return the pairs of a tensor that is cast in blocks: with its scales where the sender makes them.
+
+    The sender needs to hold whole blocks; where the source cuts them, values travel as they are.
+    """
+    scaled = [source.scale_geometry(one, pair.shape, block) for one in pair.source_geometries]
+    geometries = tuple(sorted(one for one in scaled if one is not None))
+    if len(geometries) < len(scaled):
+        if pair.asked_route == "broadcast":
+            raise DocumentError(
+                f"tensor {pair.name!r}: the ranks of {source.name!r} hold parts of blocks of {block}, and so may "
+                "the destination's on the broadcast route; let one of them be cut at whole blocks"
+            )
+        return [replace(pair, wire_dtype=pair.source_dtype, block=block, quantised="receiver")]
+    values = replace(pair, wire_dtype=pair.destination_dtype, block=block, quantised="sender")
+    scales = TensorPair(
+        name=pair.name + SCALE_SUFFIX,
+        shape=scale.shape,
+        source_dtype=scale.dtype,
+        destination_dtype=scale.dtype,
+        wire_dtype=scale.dtype,
+        source_geometries=geometries,
+        destination_geometries=(scale.geometry,),
+        num_names=pair.num_names,
+        asked_route=pair.asked_route,
+        has_experts=pair.has_experts,
+        block=block,
+        quantised="sender",
+        scale_of=pair.name,
+    )
+    return [values, scales]
 
 
 def _pair(name: str, held: list[HeldTensor], wanted: list[HeldTensor]) -> TensorPair:

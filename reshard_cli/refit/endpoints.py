@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from reshard_cli.errors import DocumentError, WeightsError
-from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import is_rank_folder
 from reshard_cli.weights.checkpoint import CheckpointSource, check_checkpoint
 from reshard_cli.weights.files import MappedFile
+from reshard_cli.weights.landing import Landing
+from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder, rank_folder_source
 from reshard_cli.weights.synthetic import SyntheticSource
 from reshard_cli.weights.windows import Source, StorageWindows
@@ -23,13 +25,31 @@ from reshard_cli.weights.windows import Source, StorageWindows
 __all__ = ["Destination", "check_target", "open_source"]
 
 
-def open_source(origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool) -> Source:
-    """Return the source named by `--from`. `ranks`: whose rank files are read, where it is a rank folder.
+def open_source(
+    origin: str,
+    plan: Plan,
+    ranks: list[int],
+    version: int,
+    *,
+    allow_extra: bool,
+    casts: Sequence[str] = ("sender",),
+) -> tuple[Source, list[str]]:
+    """Return the source named by `--from`, and the names of what it holds beyond the documents.
 
-    Raises WeightsError where it does not hold what the documents say, DocumentError for an unknown form.
+    `ranks`: whose rank files are read, where it is a rank folder. `casts`: the block-wise casts of these
+    sides are made while it is read. Raises WeightsError where it does not hold what the documents say,
+    DocumentError for an unknown form.
     """
+    base = _open(origin, plan, ranks, version, allow_extra=allow_extra)
+    extra = base.extra if isinstance(base, CheckpointSource) else []
+    made = made_of(plan.pairs, at=casts)
+    return (QuantisingSource(base, made) if made else base), extra
+
+
+def _open(origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool) -> Source:
     if origin == "synthetic":
-        return SyntheticSource({pair.name: (pair.shape, pair.source_dtype) for pair in plan.pairs}, version)
+        own = [pair for pair in plan.pairs if not (pair.quantised and pair.scale_of)]
+        return SyntheticSource({pair.name: (pair.shape, pair.source_dtype) for pair in own}, version)
     if origin.startswith("live:"):
         raise DocumentError(
             f"--from: {origin!r}: live sources are not in this version; give a folder or 'synthetic'"
@@ -64,13 +84,14 @@ class Destination:
     buffers: dict[str, Tensor]
     windows: StorageWindows
     mapped: MappedFile | None
+    landing: Landing | None
 
     @classmethod
     def create(
-        cls, layout: JobLayout, rank: int, folder: PendingFolder | None, version: int, device: torch.device
+        cls, plan: Plan, rank: int, folder: PendingFolder | None, version: int, device: torch.device
     ) -> Destination:
         """Make a rank's storages, zeroed: in memory, or in place in its file of the folder."""
-        storages = rank_storages(layout, rank)
+        storages = rank_storages(plan.destination, rank)
         mapped = None
         if folder is not None:
             buffers, mapped = folder.create(rank, storages, version)
@@ -81,9 +102,17 @@ class Destination:
                 )
                 for one in storages
             }
+        landing = Landing.of(plan, storages, device)
         windows = StorageWindows()
-        windows.add(storages, buffers)
-        return cls(storages, buffers, windows, mapped)
+        windows.add(storages if landing is None else landing.others(storages), buffers)
+        if landing is not None:
+            windows.add(landing.storages, landing.buffers)
+        return cls(storages, buffers, windows, mapped, landing)
+
+    def cast(self) -> None:
+        """Make what this side casts, when all of its values have landed."""
+        if self.landing is not None:
+            self.landing.cast(self.storages, self.buffers)
 
     def zero_padding(self) -> None:
         """Zero the storages whose padding the document wants zeroed, before they are filled again."""

@@ -17,7 +17,6 @@ from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.schedule import Block, Fragment, RankSchedule, Transfer, transfers
 from reshard_cli.transport.message import Message
-from reshard_cli.weights.synthetic import SyntheticSource
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
 
@@ -104,8 +103,8 @@ class RankExecutor:
         if transfer.part is not None:
             holder = self.source if transfer.origin == self.rank else self.destination
             fragment = transfer.block.big[transfer.part]
-            if holder is not None and not isinstance(holder, SyntheticSource):
-                name, dtype = self._dtypes[fragment.tensor]
+            name, dtype = self._dtypes[fragment.tensor]
+            if holder is not None and holder.in_place(name):
                 place = contiguous_bytes(holder, name, fragment, dtype)
                 if place is not None and place.device.type != self._device.type:
                     place = None  # a checkpoint's mapped bytes go through the arena on the GPU

@@ -30,12 +30,11 @@ from reshard_cli.refit.environment import describe_environment, machine_place
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.failing import report_failure
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
-from reshard_cli.refit.verify import verify_rank
+from reshard_cli.refit.verify import verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
 from reshard_cli.transport.launcher import World
 from reshard_cli.transport.store import connect_store
-from reshard_cli.weights.checkpoint import CheckpointSource
 from reshard_cli.weights.rank_folder import PendingFolder
 
 __all__ = ["Iteration", "RefitReport", "run_rank"]
@@ -250,6 +249,9 @@ class _Session:
                 self._round(executor, number, clock)
                 if progress is not None:
                     progress(number + 1, executor.num_rounds)
+            if destination is not None and destination.landing is not None:
+                with clock.phase("cast"):
+                    destination.cast()
             if self.options.verify and destination is not None:
                 with clock.phase("verify"):
                     self._verify(destination, version)
@@ -267,22 +269,20 @@ class _Session:
         if self.source_rank is None and not (self.options.verify and self.destination_rank is not None):
             return
         ranks = [] if self.source_rank is None else [self.source_rank]
-        source = open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
-        if isinstance(source, CheckpointSource):
-            self.extra = sorted({*self.extra, *source.extra})
+        _, extra = open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
+        self.extra = sorted({*self.extra, *extra})
 
     def _destination(self, version: int) -> Destination | None:
         if self.destination_rank is None:
             return None
-        layout = self.plan.destination
-        return Destination.create(layout, self.destination_rank, self.folder, version, self.device)
+        return Destination.create(self.plan, self.destination_rank, self.folder, version, self.device)
 
     def _executor(
         self, schedule: RankSchedule, destination: Destination | None, version: int
     ) -> RankExecutor:
         source = None
         if self.source_rank is not None:
-            source = open_source(
+            source, _ = open_source(
                 self.options.origin,
                 self.plan,
                 [self.source_rank],
@@ -311,10 +311,11 @@ class _Session:
     def _verify(self, destination: Destination, version: int) -> None:
         """Compare this rank's elements with the source, found by the layouts alone."""
         ranks = list(range(self.plan.source.num_ranks))
-        truth = open_source(
-            self.options.origin, self.plan, ranks, version, allow_extra=self.options.allow_extra
-        )
-        wires = {pair.name: pair.wire_dtype for pair in self.plan.pairs}
+        truth, _ = open_source(
+            self.options.origin, self.plan, ranks, version,
+            allow_extra=self.options.allow_extra, casts=("sender", "receiver"),
+        )  # fmt: skip
+        wires = wire_dtypes(self.plan)
         try:
             self.compared += verify_rank(
                 self.control.rank, destination.storages, destination.buffers, truth, wires

@@ -13,12 +13,24 @@ from torch import Tensor
 
 from reshard_cli.errors import VerifyError
 from reshard_cli.layout.storage import RankStorage, Window
+from reshard_cli.plan.build import Plan
+from reshard_cli.spec.casts import SCALE_SUFFIX
 from reshard_cli.weights.tensors import same_bits, torch_dtype, typed
 from reshard_cli.weights.windows import Corner, Source, within
 
-__all__ = ["verify_rank"]
+__all__ = ["verify_rank", "wire_dtypes"]
 
 _CHUNK = 1 << 20  # elements compared at a time
+
+
+def wire_dtypes(plan: Plan) -> dict[str, str]:
+    """Return by tensor the dtype through which its values are cast; a cast in blocks has a rule of its own."""
+    found = {}
+    for pair in plan.pairs:
+        found[pair.name] = pair.destination_dtype if pair.quantised else pair.wire_dtype
+        if pair.quantised == "receiver":
+            found[pair.name + SCALE_SUFFIX] = "float32"
+    return found
 
 
 def verify_rank(

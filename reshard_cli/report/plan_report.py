@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from reshard_cli.plan.schedule import count_messages
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.prepare import Jobs
 from reshard_cli.report.tensor_classes import largest_tensors, memory_of, tensor_classes
+from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.hardware_profile import Hardware
 
 __all__ = ["PLAN_SCHEMA", "plan_report"]
@@ -47,7 +49,7 @@ def plan_report(
         "schema": PLAN_SCHEMA,
         "model": {
             "name": jobs.destination.model.name,
-            "tensors": sum(pair.num_names for pair in plan.pairs),
+            "tensors": sum(pair.num_names for pair in plan.pairs if not pair.quantised or not pair.scale_of),
             "parameters": jobs.destination.model.num_parameters,
             "bytes": jobs.destination.model.num_bytes,
         },
@@ -71,7 +73,7 @@ def plan_report(
         "balance": _balance(plan, chosen),
         "messages": count_messages(plan),
         "rounds": plan.num_rounds,
-        "memory": {"staging_bytes": staging, **memory_of(jobs)},
+        "memory": {"staging_bytes": staging, **memory_of(jobs, plan)},
         "limit_seconds": limit_seconds(plans["reshard"], hardware),
         "predicted": _predicted(predicted[mode], hardware),
         "compare": [
@@ -99,11 +101,9 @@ def _side(name: str, topology: Topology, plan: Plan, *, source: bool) -> dict[st
 
 def _routes(plan: Plan) -> dict[str, Any]:
     found = {route: {"tensors": 0, "bytes": 0, "share": 0.0} for route in ("reshard", "broadcast")}
-    sizes = {tensor.name: tensor for tensor in plan.destination.model.tensors}
-    sizes |= {tensor.name: tensor for tensor in plan.source.model.tensors}
     total = 0
     for pair, route in zip(plan.pairs, plan.routes, strict=True):
-        size = sizes[pair.name].num_bytes
+        size = math.prod(pair.shape) * item_size(pair.wire_dtype)
         found[route]["tensors"] += pair.num_names
         found[route]["bytes"] += size
         total += size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.build import Plan
+from reshard_cli.plan.pairs import TensorPair
 from reshard_cli.refit.prepare import Jobs
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.names import Pattern, template_of
@@ -25,7 +27,7 @@ def tensor_classes(jobs: Jobs, plan: Plan) -> list[dict[str, Any]]:
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for pair, route in zip(plan.pairs, plan.routes, strict=True):
         template = _template(pair.name)
-        held, wanted = source[pair.name], destination[pair.name]
+        held, wanted = source[_held_name(pair)], destination[pair.name]
         key = (template, pair.shape, pair.source_dtype, pair.destination_dtype, route, held.rule, wanted.rule)
         if key not in found:
             found[key] = {
@@ -35,6 +37,7 @@ def tensor_classes(jobs: Jobs, plan: Plan) -> list[dict[str, Any]]:
                 "source_dtype": pair.source_dtype,
                 "destination_dtype": pair.destination_dtype,
                 "route": route,
+                "cast_at": _cast_at(pair),
                 "why": why_of(jobs, held, wanted) if route == "broadcast" else "",
                 "bytes": 0,
                 "source": placement_text(jobs.source, held),
@@ -60,7 +63,7 @@ def tensors_like(jobs: Jobs, plan: Plan, pattern: str) -> list[dict[str, Any]]:
             "dtype": pair.source_dtype,
             "route": route,
             "bytes": _bytes(pair.shape, pair.source_dtype),
-            "source": placement_text(jobs.source, source[pair.name]),
+            "source": placement_text(jobs.source, source[_held_name(pair)]),
             "destination": placement_text(jobs.destination, destination[pair.name]),
         }
         for pair, route in zip(plan.pairs, plan.routes, strict=True)
@@ -82,15 +85,26 @@ def largest_tensors(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def memory_of(jobs: Jobs) -> dict[str, int]:
-    """Return the bytes of weights on the fullest rank of each job, padding included."""
-    return {"source_bytes": _fullest(jobs.source), "destination_bytes": _fullest(jobs.destination)}
+def memory_of(jobs: Jobs, plan: Plan) -> dict[str, int]:
+    """Return the bytes of weights on the fullest rank of each job, padding included.
+
+    landing_bytes: what the fullest destination rank needs beside them for values that it casts in blocks.
+    """
+    landing = {pair.name: pair.wire_dtype for pair in plan.pairs if pair.quantised == "receiver"}
+    landed = [(one, landing[one.logical]) for one in jobs.destination.tensors if one.logical in landing]
+    return {
+        "source_bytes": _fullest(jobs.source, [(one, one.dtype) for one in jobs.source.tensors]),
+        "destination_bytes": _fullest(
+            jobs.destination, [(one, one.dtype) for one in jobs.destination.tensors]
+        ),
+        "landing_bytes": _fullest(jobs.destination, landed),
+    }
 
 
-def _fullest(layout: JobLayout) -> int:
+def _fullest(layout: JobLayout, tensors: Iterable[tuple[HeldTensor, str]]) -> int:
     counts: dict[tuple[int, int], int] = {}
-    for tensor in layout.tensors:
-        key = (tensor.geometry, item_size(tensor.dtype))
+    for tensor, dtype in tensors:
+        key = (tensor.geometry, item_size(dtype))
         counts[key] = counts.get(key, 0) + 1
     held = np.zeros(layout.num_ranks, np.int64)
     for (geometry, size), count in counts.items():
@@ -119,6 +133,20 @@ def why_of(jobs: Jobs, held: HeldTensor, wanted: HeldTensor) -> str:
             if told:
                 return told
     return ""
+
+
+def _cast_at(pair: TensorPair) -> str:
+    """Return which side casts: sender, receiver, or nothing where there is no cast."""
+    if pair.quantised:
+        return pair.quantised
+    if pair.source_dtype == pair.destination_dtype:
+        return ""
+    return "sender" if pair.wire_dtype == pair.destination_dtype else "receiver"
+
+
+def _held_name(pair: TensorPair) -> str:
+    """Return the name of the source's tensor: scales that the sender makes are those of another."""
+    return pair.scale_of if pair.quantised and pair.scale_of else pair.name
 
 
 def _by_logical(layout: JobLayout) -> dict[str, HeldTensor]:

@@ -41,6 +41,10 @@ class CheckpointSource:
             data = data.clone()  # old files may start a tensor at any byte
         return typed(data, stored.dtype).view(stored.shape)
 
+    def in_place(self, name: str) -> bool:
+        """Say that the bytes lie in the mapped files."""
+        return True
+
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         """Yield the box, or its part of each expert."""
         if name not in self._experts:
@@ -74,6 +78,8 @@ def check_checkpoint(
             names.setdefault(logical, names.pop(alias))
     wanted: dict[str, tuple[tuple[int, ...], str]] = {}
     for pair in pairs:
+        if pair.quantised and pair.scale_of is not None:
+            continue  # made while its tensor is cast
         if pair.has_experts:
             for expert in range(pair.shape[0]):
                 wanted[fill(pair.name, expert=expert)] = (pair.shape[1:], pair.source_dtype)

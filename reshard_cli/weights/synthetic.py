@@ -36,6 +36,10 @@ class SyntheticSource:
         self._tensors = tensors
         self.version = version
 
+    def in_place(self, name: str) -> bool:
+        """Say that every value is made when it is asked for."""
+        return False
+
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         """Yield the box in parts of bounded size, in order."""
         yield from self._parts(name, lo, hi, 0)

@@ -26,6 +26,10 @@ class Source(Protocol):
         """Yield (lo, hi, values) of boxes that together are the box asked for."""
         ...
 
+    def in_place(self, name: str) -> bool:
+        """Say whether the tensor's bytes lie somewhere as they are, rather than being made when asked for."""
+        ...
+
 
 def intersection(lo: Corner, hi: Corner, other_lo: Corner, other_hi: Corner) -> tuple[Corner, Corner] | None:
     """Return the box that both boxes share, or None."""
@@ -56,6 +60,10 @@ class StorageWindows:
                 sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
                 view = torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
                 self._views[window.tensor].append((window.lo, window.hi, view))
+
+    def in_place(self, name: str) -> bool:
+        """Say that the bytes lie where they are held."""
+        return True
 
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         """Yield the parts of the box that are held here."""

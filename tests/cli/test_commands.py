@@ -82,7 +82,8 @@ def test_plan_reports_every_field_of_its_schema_and_nothing_else_on_standard_out
     assert report["rounds"] == 1
     # each side's fullest rank: two stages of two tensor-parallel ranks, then whole layers cut in two
     assert report["memory"] == {
-        "staging_bytes": 512 << 20, "source_bytes": 15128064, "destination_bytes": 30255104
+        "staging_bytes": 512 << 20, "source_bytes": 15128064, "destination_bytes": 30255104,
+        "landing_bytes": 0,
     }  # fmt: skip
     assert 0 < report["limit_seconds"] <= report["predicted"]["seconds"]
     assert report["predicted"].keys() == {"seconds", "bottleneck", "hardware", "parts"}

@@ -180,8 +180,9 @@ def install() -> None:
                 setattr(loaded, name, layer)
     from megatron.core.extensions import transformer_engine_spec_provider as provider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
-    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.moe import moe_layer, moe_utils
 
+    moe_utils.te_general_gemm = None  # it then multiplies in torch
     provider.is_te_min_version = lambda *_, **__: True
     for specs in (gpt_layer_specs, experimental_attention_variant_module_specs):
         specs.TESpecProvider = provider.TESpecProvider

@@ -125,8 +125,8 @@ def deepseek(layers: int = 3, experts: int = 4) -> Tiny:
     return tiny({"num_attention_heads": heads, "num_key_value_heads": heads}, shapes)
 
 
-def qwen35(layers: int = 4, experts: int = 4) -> Tiny:
-    """Qwen3.5: gated delta nets, every fourth layer full attention with a gated query, grouped experts."""
+def qwen35(layers: int = 4, every: int = 4, experts: int = 4) -> Tiny:
+    """Qwen3.5: gated delta nets, every so many layers full attention with a gated query, grouped experts."""
     key_heads, value_heads, dim = 4, 8, 2
     keys, values = key_heads * dim, value_heads * dim
     delta: Shapes = {
@@ -142,7 +142,7 @@ def qwen35(layers: int = 4, experts: int = 4) -> Tiny:
     }
     shapes = ends(64)
     for number in range(layers):
-        layer = {**norms(), **(attention(8, 2, 2, "gated") if number % 4 == 3 else delta)}
+        layer = {**norms(), **(attention(8, 2, 2, "gated") if (number + 1) % every == 0 else delta)}
         layer |= {
             "mlp.gate.weight": (experts, HIDDEN),
             "mlp.experts.gate_up_proj": (experts, 8, HIDDEN),
@@ -330,6 +330,7 @@ MODELS: dict[str, Callable[[], Tiny]] = {
     "qwen3-moe-6-experts": lambda: moe(experts=6),
     "deepseek": deepseek,
     "qwen3.5": qwen35,
+    "qwen3.5-full": lambda: qwen35(2, every=1),
     "nemotron": nemotron,
 }
 OPTIONS = {"divisor": "vocab_divisor", "glu": "glu_interleave", "grouped": "grouped"}
@@ -396,7 +397,7 @@ TORCHTITAN = [
 ]  # fmt: skip
 TRANSFORMERS = [
     *((name, 2, {}) for name in MODELS), ("qwen3", 4, {"tp": 2}), ("qwen3-moe", 2, {"tp": 2}),
-    ("deepseek", 2, {"tp": 2}), ("qwen3.5", 2, {"tp": 2}),
+    ("deepseek", 2, {"tp": 2}), ("qwen3.5-full", 2, {"tp": 2}), ("qwen3.5", 2, {"tp": 2}),
 ]  # fmt: skip
 ENGINES: dict[str, tuple[Callable[..., Weights], list[tuple[str, int, dict[str, Any]]]]] = {
     "megatron": (megatron, MEGATRON),

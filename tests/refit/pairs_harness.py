@@ -63,7 +63,7 @@ def run_pair(transport: GlooTransport, rank: int, random: Random) -> int:
     if source_rank is not None:
         source = storages_of(jobs, source_rank, values) if stored else WholeTensors(values)
     cpu = torch.device("cpu")
-    destination = None if job_rank is None else Destination.create(jobs.destination, job_rank, None, 1, cpu)
+    destination = None if job_rank is None else Destination.create(plan, job_rank, None, 1, cpu)
     if destination is not None:
         for storage in destination.storages:
             if not storage.has_padding:

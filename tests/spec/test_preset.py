@@ -91,7 +91,7 @@ MISTAKES = {
         head(8, "vllm") + "meshes: {dense: {dp: 2, tp: 2}} #!\n",
         "meshes.dense", "2 * 2 = 4 is not the job's 8 ranks"),
     "own rule for an axis that is not there": (
-        head(4, "vllm") + "parallel: {tp: 2}\ntensors:\n  - {match: '*.o_proj.*', place: {tq: shard(0)}} #!\n",
+        head(4, "vllm") + "parallel: {tp: 2}\ntensors:\n  - {match: '*.o_proj.*', place: {tq: stage}} #!\n",
         "tensors[0].place.tq", "mesh 'dense' has no axis 'tq'; axes: dp, tp"),
 }  # fmt: skip
 
@@ -193,7 +193,7 @@ EXPAND = ("vllm", "--expand", "--ranks", "4")
         ((*EXPAND, "--model", "nothing.yaml"), "nothing.yaml"),
         (("quickstart/train", "--expand", "--ranks", "4"), "a document has its own"),
     ],
-    ids=["unknown name", "no name", "no model", "sizes written wrong", "unknown size", "no file", "own ranks"],
+    ids=["unknown name", "no name", "no model", "sizes written badly", "unknown size", "no file", "ranks"],
 )  # fmt: skip
 def test_layouts_says_what_is_wrong_with_its_flags(flags, words):
     done = run_cli("layouts", *flags)
