@@ -66,7 +66,15 @@ def _expanded(name: str, model: Path | None, ranks: int | None, parallel: str) -
             "name": name, "model": str(_model(model)), "ranks": ranks, "engine": name, "parallel": _sizes(parallel),
         }  # fmt: skip
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return _written(read_layout_document(path), model)
+        try:
+            return _written(read_layout_document(path), model)
+        except DocumentError as error:
+            if not error.problems:
+                raise
+            # the document is of our making: what is wrong came from the flags
+            flags = {"parallel": "--parallel", "ranks": "--ranks"}
+            told = [f"{flags.get(one.key, name)}: {one.message}" for one in error.problems]
+            raise DocumentError("\n".join(told)) from error
 
 
 def _model(path: Path) -> Path:

@@ -4,6 +4,7 @@ A preset is a YAML file in `presets/`. Its rules are those of a layout document,
 the job's sizes and the model's config, and with conditions:
 
     when: EXPRESSION        the rule is there only where this is not 0
+    most_dims: NUMBER       a tensor rule for just the tensors of at most so many dims
     layers_of: PATTERN      a storage rule for just the layers that have such a tensor
 
 Rules that fit no tensor of the model are dropped before their expressions are looked at, so a model needs no
@@ -12,6 +13,7 @@ config but for the tensors that it has. What comes out knows no engine any more.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -30,7 +32,7 @@ from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
 __all__ = ["PresetError", "expanded", "preset_about", "preset_names", "preset_text", "with_preset"]
 
 _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
-_SECTIONS = ("tensors", "storage")
+_SECTIONS = ("tensors", "storage", "casts")
 
 
 class PresetError(ValueError):
@@ -127,7 +129,7 @@ class _Expander:
         ]
         known = {"ranks": document.ranks, "num_experts": max(experts, default=0)}
         self.sizes = _Sizes(known, config, self.preset.get("let", {}))
-        self.functions: dict[str, Function] = {"has": self.has, "dim": self.dim}
+        self.functions: dict[str, Function] = {"has": self.has, "dim": self.dim, "known": self.known}
         self.sizes.functions = self.functions
         self.numbers("parallel", document.parallel)
         self.numbers("options", document.options)
@@ -157,6 +159,10 @@ class _Expander:
     def has(self, pattern: str) -> int:
         """Say (1 or 0) whether the model has a tensor of this name."""
         return int(bool(self.fits(pattern)))
+
+    def known(self, name: str) -> int:
+        """Say (1 or 0) whether the model's config or the job's sizes have this number."""
+        return int(name in self.sizes)
 
     def dim(self, pattern: str, dim: int) -> int:
         """Return a size of the first tensor of this name, without its experts."""
@@ -212,6 +218,11 @@ class _Expander:
         found = {}
         for name, axes in self.preset["meshes"].items():
             sizes = {axis: self.number(size, f"mesh {name}") for axis, size in axes.items()}
+            product = math.prod(sizes.values())
+            if name not in self.document.meshes and product != self.document.ranks:
+                told = " * ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)
+                message = f"{told} make {product}, not the job's {self.document.ranks} ranks"
+                raise PresetError("parallel", message)
             kept = {axis: size for axis, size in sizes.items() if size != 1}
             found[name] = kept or {next(reversed(sizes)): 1}
         return found
@@ -221,17 +232,41 @@ class _Expander:
         taken: set[str] = set()
         for rule in self.preset["tensors"]:
             names = set(self.fits(rule["match"])) - taken
+            if "most_dims" in rule:
+                names = {name for name in names if self.num_dims(name) <= rule["most_dims"]}
             if not names or not self.wanted(rule, rule["match"]):
                 continue
             taken |= names
             mesh = rule.get("mesh", default)
             # what an axis of one coordinate would do is left out before its expressions ask for config
-            kept = {key: one for key, one in rule.items() if key != "when"}
+            kept = {key: one for key, one in rule.items() if key not in ("when", "most_dims")}
             kept["place"] = {axis: text for axis, text in rule["place"].items() if axis in meshes[mesh]}
             if not any(text.startswith(("shard", "expert")) for text in kept["place"].values()):
                 kept.pop("blocks", None)
             found.append({**self.filled(kept, rule["match"]), "mesh": mesh})
+        own = [Pattern(one.match) for one in self.document.tensors]
+        unknown = [
+            name for name in self.tensors if name not in taken and not any(one.matches(name) for one in own)
+        ]
+        if unknown:
+            more = f", nor for {len(unknown) - 1} other kinds" if len(unknown) > 1 else ""
+            raise PresetError(
+                "engine",
+                f"{self.document.engine}: has no rule for tensor {unknown[0]!r}{more}: it does not know this family of "
+                "models; write rules for them under `tensors`",
+            )
         return found
+
+    def num_dims(self, name: str) -> int:
+        tensor = self.tensors[name]
+        return len(tensor.shape) - tensor.has_experts
+
+    def cast_rules(self) -> list[dict[str, Any]]:
+        return [
+            {"match": rule["match"], "cast": rule["cast"]}
+            for rule in self.preset.get("casts", [])
+            if self.fits(rule["match"]) and self.wanted(rule, rule["match"])
+        ]
 
     def storage_rules(self) -> list[dict[str, Any]]:
         found = []
@@ -292,6 +327,17 @@ class _Expander:
             for nth in range(num_layers % num_stages):
                 counts[-2 - nth] += 1
             return counts
+        if rest == "last":
+            # SGLang: the last stages get one more each
+            whole, more = divmod(num_layers, num_stages)
+            return [whole + (stage >= num_stages - more) for stage in range(num_stages)]
+        if rest == "with_ends":
+            # torchtitan: what stands before and after the layers counts as one each
+            whole, more = divmod(num_layers + 2, num_stages)
+            counts = [whole + (stage < more) for stage in range(num_stages)]
+            counts[0] -= 1
+            counts[-1] -= 1
+            return counts
         first = self.sizes.known.get("first_layers", 0)
         last = self.sizes.known.get("last_layers", 0)
         inner = num_stages - (first > 0) - (last > 0)
@@ -333,6 +379,9 @@ class _Expander:
         default = next(iter(self.preset["meshes"]))
         values["tensors"] = values.get("tensors", []) + self.tensor_rules(meshes, default)
         values["storage"] = values.get("storage", []) + self.storage_rules()
+        casts = values.get("casts", []) + self.cast_rules()
+        if casts:
+            values["casts"] = casts
         if aliases:
             values["alias"] = {**aliases, **values.get("alias", {})}
         return values

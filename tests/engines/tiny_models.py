@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_SIZES, **_HEADS, **_EXPERTS, "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 16,
             "layers_block_type": ["mamba", "attention", "moe", "mamba"], "mamba_num_heads": 4,
             "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "n_group": 2, "topk_group": 1,
+            "moe_latent_size": 24,
         },
     ),
     "bert": ("BertConfig", "BertForMaskedLM", {**_SIZES, "num_attention_heads": 4}),
@@ -82,13 +83,17 @@ def random_model(family: str, **config: Any) -> nn.Module:
     model = model_of(family, **config)
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                # vectors stay near what they are made as: norms near 1 or 0, A_log where it decays
-                tensor.copy_(
-                    tensor + 0.2 * noise if tensor.dim() < 2 else noise / math.sqrt(tensor.shape[-1])
-                )
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+            elif name.endswith("dt_bias"):
+                tensor.copy_(noise)  # far from where transformers, but not Megatron, cuts time steps off
+            else:
+                # near what they are made as: norms near 1 or 0, A_log where it decays
+                tensor.add_(0.2 * noise)
     return model
 
 
