@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from reshard_cli.errors import DocumentError, Problem
+from reshard_cli.spec.casts import weight_of_scale
 from reshard_cli.spec.expressions import Function, evaluate
 from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout
 from reshard_cli.spec.located import KeyPath, Located, key_text
@@ -113,7 +114,10 @@ class _Expander:
         # one tensor of each kind is enough to know which rules fit; kinds differ in more than the layer
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
+        names = {tensor.name for tensor in model.tensors}
         for tensor in model.tensors:
+            if weight_of_scale(tensor.name) in names:
+                continue  # block scales are cut and stored as their tensor is
             template = template_of(tensor.name.replace("{expert}", "0"))[0]
             kinds.setdefault(template, tensor)
             if tensor.layer is not None:

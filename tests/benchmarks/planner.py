@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def _cases(folder: Path) -> list[Case]:
     )
     for ranks in (256, 1024, 4096):
         plan(f"plan deepseek-v3, {ranks}+{ranks} ranks", *_deepseek(folder, ranks, 61))
-    for layers in (122, 244):
+    for layers in (117, 229):
         plan(f"plan deepseek-v3 of {layers} layers, 256+256", *_deepseek(folder, 256, layers))
     return cases
 
@@ -107,38 +106,18 @@ def _published(row: str) -> tuple[Path, Path]:
 
 
 def _deepseek(folder: Path, ranks: int, layers: int) -> tuple[Path, Path]:
-    """Write DeepSeek-V3 with more replicas and more layers than it has; return both layout documents."""
+    """Write DeepSeek-V3 with so many layers, on so many ranks of each job; return both layout documents."""
     model = (LAYOUTS / "models" / "deepseek-v3.yaml").read_text(encoding="utf-8")
     model = model.replace("layers: 61,", f"layers: {layers},")
     (folder / f"model-{layers}.yaml").write_text(model, encoding="utf-8")
-    stages = [3] + [(layers - 3) // 15 + (stage < (layers - 3) % 15) for stage in range(15)]
-
-    def write(path: Path, name: str, change: Callable[[dict[str, object]], None]) -> Path:
-        document = yaml.safe_load(
-            (LAYOUTS / "published" / "deepseek-v3-h100" / name).read_text(encoding="utf-8")
-        )
-        document["ranks"] = ranks
-        document["model"] = f"model-{layers}.yaml"
-        change(document)
-        path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-        return path
-
-    def train(document: dict[str, object]) -> None:
-        replicas = ranks // 256
-        document["meshes"] = {
-            "dense": {"pp": 16, "dp": ranks // 16}, "expert": {"pp": 16, "edp": replicas, "ep": 16}
-        }  # fmt: skip
-        pipeline = document["pipeline"]
-        assert isinstance(pipeline, dict)
-        pipeline["layers"] = stages
-
-    def infer(document: dict[str, object]) -> None:
-        document["meshes"] = {"all": {"dp": ranks // 32, "tp": 32}}
-
-    mark = f"{ranks}-{layers}.yaml"
-    return write(folder / f"train-{mark}", "train.yaml", train), write(
-        folder / f"infer-{mark}", "infer.yaml", infer
-    )
+    paths = []
+    for name in ("train", "infer"):
+        text = (LAYOUTS / "published" / "deepseek-v3-h100" / f"{name}.yaml").read_text(encoding="utf-8")
+        document = yaml.safe_load(text)
+        document |= {"ranks": ranks, "model": f"model-{layers}.yaml"}  # more ranks are more replicas
+        paths.append(folder / f"{name}-{ranks}-{layers}.yaml")
+        paths[-1].write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    return paths[0], paths[1]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A rank of a Megatron-core model that gets its weights from a refit's file: run under torchrun.
 
-`torch.distributed.run ... -m tests.engines.megatron_rank JOB.json`: the job names a checkpoint (for its config), the
-folder of rank files, the family, the parallel sizes, and the folder for what comes out. Each rank builds its part
-of the model full of NaN, compares names, shapes and dtypes with its file, takes the values, and runs forward with the
-other ranks. The last rank writes the logits.
+`torch.distributed.run ... -m tests.engines.megatron_rank JOB.json...`: a job names a checkpoint (for its config), the
+folder of rank files, the family, the parallel sizes (the same in all jobs), and the folder for what comes out. Each
+rank builds its part of the model full of NaN, compares names, shapes and dtypes with its file, takes the values, and
+runs forward with the other ranks. The last rank writes the logits.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def group_router_values(config: dict[str, Any]) -> dict[str, Any]:
 
 def family_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return what one family's configuration says more."""
+    if family == "qwen2":
+        return {"add_qkv_bias": True}
     if family.startswith("qwen3"):
         values: dict[str, Any] = {"qk_layernorm": True}
         if "moe" in family:
@@ -143,7 +145,7 @@ def family_values(family: str, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def build(family: str, config: dict[str, Any], sizes: dict[str, int]) -> nn.Module:
+def build(family: str, config: dict[str, Any], sizes: dict[str, int], more: dict[str, Any]) -> nn.Module:
     """Return this rank's part of the model, by Megatron's own classes and Transformer Engine specs."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import (
@@ -155,7 +157,7 @@ def build(family: str, config: dict[str, Any], sizes: dict[str, int]) -> nn.Modu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     config_class = MLATransformerConfig if family == "deepseek-v3" else TransformerConfig
-    values = config_class(**{**common_values(config, sizes), **family_values(family, config)})
+    values = config_class(**{**common_values(config, sizes), **family_values(family, config), **more})
     multiple = 128 * sizes["tp"]
     shared = {
         "config": values,
@@ -221,31 +223,37 @@ def forward(model: nn.Module, sizes: dict[str, int], hidden_size: int) -> Tensor
     return out
 
 
+def run(job: dict[str, Any]) -> None:
+    """Build, fill and run this rank's part of one model."""
+    config = json.loads((Path(job["checkpoint"]) / "config.json").read_text())
+    model = build(job["family"], config, job["parallel"], job["values"]).eval()
+    rank, out = dist.get_rank(), Path(job["out"])
+    given = load_file(Path(job["files"]) / f"rank-{rank:05d}.safetensors")
+    told = take(model, given, job["minus_one"])
+    (out / f"rank-{rank:05d}.json").write_text(json.dumps(told))
+    wrong = torch.tensor(len(told))
+    dist.all_reduce(wrong)
+    if wrong:
+        return
+    logits = forward(model, job["parallel"], config["hidden_size"])
+    if rank == dist.get_world_size() - 1:
+        real = logits[..., : config["vocab_size"]].contiguous()  # the rest is the padding's
+        save_file({"logits": real}, out / "logits.safetensors")
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
-    job = json.loads(Path(sys.argv[1]).read_text())
+    jobs = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     megatron_stand_ins.install()
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(**parallel_values(job["parallel"]))
-    config = json.loads((Path(job["checkpoint"]) / "config.json").read_text())
-    model = build(job["family"], config, job["parallel"]).eval()
-    rank, out = dist.get_rank(), Path(job["out"])
+    parallel_state.initialize_model_parallel(**parallel_values(jobs[0]["parallel"]))
     with torch.no_grad():
-        given = load_file(Path(job["files"]) / f"rank-{rank:05d}.safetensors")
-        told = take(model, given, job["minus_one"])
-        (out / f"rank-{rank:05d}.json").write_text(json.dumps(told))
-        wrong = torch.tensor(len(told))
-        dist.all_reduce(wrong)
-        if not wrong:
-            logits = forward(model, job["parallel"], config["hidden_size"])
-            if rank == dist.get_world_size() - 1:
-                save_file(
-                    {"logits": logits[..., : config["vocab_size"]].contiguous()}, out / "logits.safetensors"
-                )
+        for job in jobs:
+            run(job)
     dist.destroy_process_group()
 
 

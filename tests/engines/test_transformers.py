@@ -33,7 +33,7 @@ TRAINING = {
     "torchtitan": ("torchtitan", 4, {"parallel": {"tp": 2, "ep": 2}}),
 }
 CASES = [
-    *[(family, "megatron") for family in FAMILIES if family not in ("qwen3", "bert")],
+    *[(family, "megatron") for family in FAMILIES if family not in ("qwen2", "qwen3", "bert")],
     *[(family, "fsdp2") for family in ("qwen3-moe", "qwen3.5-moe", "nemotron-h", "bert")],
     *[(family, "fsdp2-tp") for family in ("qwen3-tied", "deepseek-v3")],
     *[(family, "torchtitan") for family in ("qwen3-moe", "deepseek-v3")],
@@ -156,4 +156,6 @@ def test_with_tp_each_rank_holds_what_transformers_own_plan_gives_it(parallel, t
     out = refit(tmp_path, whole, cut, checkpoint, "out")
     for rank in range(2):
         name = f"rank-{rank:05d}.safetensors"
-        assert not differences(load_file(out / name), load_file(parallel / family / "held" / name))
+        told = differences(load_file(out / name), load_file(parallel / family / "held" / name))
+        if told:
+            pytest.fail(f"rank {rank}:\n" + "\n".join(told))

@@ -30,6 +30,7 @@ _EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 # family: the config's class, the model's class, the config's values
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_SIZES, **_HEADS}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_SIZES, **_HEADS}),  # biases of q, k and v
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_SIZES, **_HEADS, "tie_word_embeddings": False}),
     "qwen3-tied": ("Qwen3Config", "Qwen3ForCausalLM", {**_SIZES, **_HEADS, "tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_SIZES, **_HEADS, **_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),

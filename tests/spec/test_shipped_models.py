@@ -24,7 +24,20 @@ PUBLISHED = {
 
 
 def test_every_shipped_model_is_held_against_its_published_total():
-    assert {path.stem for path in MODELS.glob("*.yaml")} == {*PUBLISHED, "quickstart-moe"}
+    assert {path.stem for path in MODELS.glob("*.yaml")} == {*PUBLISHED, "quickstart-moe", "deepseek-v3-fp8"}
+
+
+def test_deepseek_in_float8_is_the_same_model_with_a_scale_for_each_block():
+    plain = {one.name: one for one in read_model(MODELS / "deepseek-v3.yaml").tensors}
+    coded = {one.name: one for one in read_model(MODELS / "deepseek-v3-fp8.yaml").tensors}
+    assert {name for name in coded if not name.endswith("_scale_inv")} == set(plain)
+    for name, tensor in plain.items():
+        assert coded[name].shape == tensor.shape
+        scale = coded.get(f"{name}_scale_inv")
+        assert (scale is not None) == (coded[name].dtype == "float8_e4m3fn") == ("_proj" in name)
+        if scale is not None:
+            *lead, rows, columns = tensor.shape
+            assert (scale.shape, scale.dtype) == ((*lead, -(-rows // 128), -(-columns // 128)), "float32")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
