@@ -15,7 +15,15 @@ from reshard_cli.refit.prepare import Jobs
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.names import Pattern, template_of
 
-__all__ = ["largest_tensors", "memory_of", "placement_text", "tensor_classes", "tensors_like", "why_of"]
+__all__ = [
+    "cast_at",
+    "largest_tensors",
+    "memory_of",
+    "placement_text",
+    "tensor_classes",
+    "tensors_like",
+    "why_of",
+]
 
 _LARGEST = 10
 _ANY_EXPERT = "987654321"
@@ -37,7 +45,7 @@ def tensor_classes(jobs: Jobs, plan: Plan) -> list[dict[str, Any]]:
                 "source_dtype": pair.source_dtype,
                 "destination_dtype": pair.destination_dtype,
                 "route": route,
-                "cast_at": _cast_at(pair),
+                "cast_at": cast_at(pair),
                 "why": why_of(jobs, held, wanted) if route == "broadcast" else "",
                 "bytes": 0,
                 "source": placement_text(jobs.source, held),
@@ -135,7 +143,7 @@ def why_of(jobs: Jobs, held: HeldTensor, wanted: HeldTensor) -> str:
     return ""
 
 
-def _cast_at(pair: TensorPair) -> str:
+def cast_at(pair: TensorPair) -> str:
     """Return which side casts: sender, receiver, or nothing where there is no cast."""
     if pair.quantised:
         return pair.quantised

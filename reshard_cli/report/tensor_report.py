@@ -16,6 +16,7 @@ from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.schedule import Fragment
 from reshard_cli.refit.prepare import Jobs
+from reshard_cli.report.tensor_classes import cast_at
 from reshard_cli.spec.names import fill, normalise, template_of
 
 __all__ = ["TENSOR_SCHEMA", "tensor_lines", "tensor_report"]
@@ -39,6 +40,7 @@ def tensor_report(jobs: Jobs, plan: Plan, name: str) -> dict[str, Any]:
         "source_dtype": pair.source_dtype,
         "destination_dtype": pair.destination_dtype,
         "route": plan.routes[index],
+        "cast_at": cast_at(pair),
         "source": _holders(jobs.source, pair.name, expert),
         "destination": _holders(jobs.destination, pair.name, expert),
         "fragments": _fragments(plan, index, expert),
@@ -125,7 +127,10 @@ def tensor_lines(report: dict[str, Any], jobs: Jobs, colocated: bool) -> list[st
     if report["expert"] is not None or "{expert}" in name:
         lines[0] += " (dim 0 counts the experts)"
     if report["source_dtype"] != report["destination_dtype"]:
-        lines.append(f"cast from {report['source_dtype']} to {report['destination_dtype']}")
+        side = report["cast_at"]
+        lines.append(f"cast from {report['source_dtype']} to {report['destination_dtype']} by the {side}")
+    elif report["cast_at"]:
+        lines.append(f"scales that the {report['cast_at']} makes while it casts their tensor")
     for side, layout in (("source", jobs.source), ("destination", jobs.destination)):
         lines.append(f"held by the {side}, {layout.name}:")
         for one in report[side]:

@@ -61,7 +61,8 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
                 ("rounds", f"{report['rounds']} of at most {bytes_text(memory['staging_bytes'])} staging, "
                            f"{report['messages']} messages"),
                 ("memory", f"weights of {bytes_text(memory['source_bytes'])} on the fullest source rank, "
-                           f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"),
+                           f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"
+                           + _landing(memory["landing_bytes"])),
                 ("predicted", f"{predicted['seconds']:.4g} s on {predicted['hardware']} "
                               f"({predicted['bottleneck']}), not measured; the network's limit is "
                               f"{report['limit_seconds']:.4g} s"),
@@ -87,6 +88,11 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"left out, as only the source has them: {', '.join(report['extra'])}", highlight=False)
 
 
+def _landing(landing: int) -> str:
+    """Return what a destination rank needs beside its weights for values that it casts itself."""
+    return f", and {bytes_text(landing)} there for values to be cast" if landing else ""
+
+
 def _print_classes(classes: list[dict[str, Any]], console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, title="tensor classes", title_justify="left")
     table.add_column("tensors", overflow="fold", min_width=44)
@@ -97,7 +103,9 @@ def _print_classes(classes: list[dict[str, Any]], console: Console) -> None:
     for one in classes:
         dtype = one["source_dtype"]
         if dtype != one["destination_dtype"]:
-            dtype += f" -> {one['destination_dtype']}"
+            dtype += f" -> {one['destination_dtype']}, cast by the {one['cast_at']}"
+        elif one["cast_at"]:
+            dtype += f", made by the {one['cast_at']}"
         route = one["route"] + (f": {one['why']}" if one["why"] else "")
         table.add_row(
             _short(one["name"]), f"{one['shape']} {dtype}", one["source"], one["destination"], route,
