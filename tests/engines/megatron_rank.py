@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from tests.engines import megatron_stand_ins
 from tests.engines.tiny_models import TOKENS
 
-
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

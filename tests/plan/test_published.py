@@ -1,17 +1,14 @@
-"""The published rows, planned: bytes at the bound, balanced, and what the published policy receives."""
+"""The published rows, planned: bytes at the bound, balanced, what the published policy receives, and the README."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from reshard_cli.refit.prepare import read_jobs
-from reshard_cli.report.plan_report import plan_report
-from reshard_cli.spec.hardware_profile import read_hardware
+from tests.benchmarks.published import PUBLISHED, ROWS, report_of, table_row
 
-PUBLISHED = Path(__file__).parent.parent.parent / "layouts" / "published"
+README = Path(__file__).parent.parent.parent / "README.md"
 # seconds of the network's limit at 400 Gb/s per GPU, each domain fed once, as far as they are known
 LIMITS = {
     "qwen3-235b-h100": 1.2,
@@ -21,14 +18,11 @@ LIMITS = {
 }
 
 
-def report_of(row: str, mode: str):
-    jobs = read_jobs(PUBLISHED / row / "train.yaml", PUBLISHED / row / "infer.yaml")
-    topology = jobs.topology(None, False)
-    hardware = read_hardware(None, int(np.bincount(topology.domain).max()))
-    return plan_report(jobs, topology, mode, hardware, staging=512 << 20)[0]
+def test_every_row_is_there():
+    assert {path.name for path in ROWS.iterdir()} == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("row", sorted(path.name for path in PUBLISHED.iterdir()))
+@pytest.mark.parametrize("row", PUBLISHED)
 def test_a_published_row_moves_the_least_possible_in_balance(row):
     report = report_of(row, "reshard")
     assert report["traffic"]["network_bytes"] == report["traffic"]["network_lower_bound"]
@@ -39,6 +33,9 @@ def test_a_published_row_moves_the_least_possible_in_balance(row):
     assert report["limit_seconds"] <= seconds["reshard"]
     if row in LIMITS:
         assert report["limit_seconds"] == pytest.approx(LIMITS[row], rel=0.03)
+    assert table_row(row, report) in README.read_text(encoding="utf-8"), (
+        "python -m tests.benchmarks.published"
+    )
 
 
 def test_in_the_published_policy_the_broadcast_part_is_44_percent_of_what_a_deepseek_rank_receives():
