@@ -19,11 +19,14 @@ from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
 
-__all__ = ["PLAN_VERSION", "Plan", "build_plan"]
+__all__ = ["IN_FLIGHT", "PLAN_VERSION", "Plan", "build_plan"]
 
 PLAN_VERSION = 1
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
 _BLOCK_PADDING = 16
+IN_FLIGHT = 3  # rounds that share the staging: one is packed, one on the network, one passed on and unpacked
+_OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no matter
+_LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not worth its messages
 
 
 @dataclass(slots=True)
@@ -132,22 +135,27 @@ def _neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
 def _rounds(
     entries: Entries, streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int, staging: int
 ) -> tuple[int, int]:
-    """Return (rounds, grain): each round of each rank fits the staging, with cuts rounded to the grain."""
+    """Return (rounds, grain): `IN_FLIGHT` rounds of each rank fit the staging, with cuts rounded to the grain.
+
+    There are a few of them where there is enough to overlap, also where the staging would hold everything.
+    """
     if not len(streams.kind):
         return 1, 1
     total, count = _staged_bytes(streams, passed_on, num_ranks)
-    if total.max() + count.max() * _BLOCK_PADDING <= staging:
+    overlapping = min(_OVERLAPPING, int(total.max()) // _LEAST_ROUND)
+    if overlapping <= 1 and total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)
-    grain = max(widest, min(_COARSE, staging // 4 // int(count.max())))
-    room = staging - count * (grain + _BLOCK_PADDING)
+    arena = staging // IN_FLIGHT
+    grain = max(widest, min(_COARSE, arena // 4 // int(count.max())))
+    room = arena - count * (grain + _BLOCK_PADDING)
     if np.any(room[total > 0] <= 0):
-        least = int(2 * count.max() * (widest + _BLOCK_PADDING))
+        least = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING))
         raise DocumentError(
             f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
             f"give at least {math.ceil(least / 2**20 * 1e6) / 1e6:g} MiB"
         )
-    return int(np.max(-(-total // np.maximum(room, 1)))), grain
+    return max(overlapping, int(np.max(-(-total // np.maximum(room, 1))))), grain
 
 
 def _digest(plan: Plan) -> str:

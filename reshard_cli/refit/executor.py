@@ -7,15 +7,16 @@ process group or, in one process, from one rank's executor to another's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from reshard_cli.plan.build import Plan
+from reshard_cli.plan.build import IN_FLIGHT, Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.schedule import Block, Fragment, RankSchedule, Transfer, transfers
+from reshard_cli.refit.copies import Copies
 from reshard_cli.transport.message import Message
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
@@ -27,13 +28,19 @@ _ALIGN = 16
 
 @dataclass(slots=True)
 class _Slot:
-    """Where one message lies on this rank: its place in a storage, or a range of the arena."""
+    """Where one message lies on this rank: its place in a storage, or a range of the round's arena.
+
+    `copies` pack or unpack what lies somewhere else; `made` are tensors that no view shows, as they are made when asked for.
+    """
 
     block: Block
     part: int | None
     place: Tensor | None
     offset: int
     num_bytes: int
+    arena: int
+    copies: Copies | None = None
+    made: frozenset[int] = frozenset()
 
     @property
     def fragments(self) -> list[Fragment]:
@@ -52,7 +59,11 @@ class _Round:
 
 
 class RankExecutor:
-    """Runs one rank's schedule. Views and slots are found once and serve every later refit."""
+    """Runs one rank's schedule. Slots, views and copies are found once and serve every later refit.
+
+    Rounds take turns in `IN_FLIGHT` arenas, so that one can be packed while another is on the network and a
+    third is passed on and unpacked.
+    """
 
     def __init__(
         self,
@@ -69,16 +80,19 @@ class RankExecutor:
         self.destination = destination
         self._device = device
         self._dtypes = [(pair.name, pair.wire_dtype) for pair in plan.pairs]
-        self._rounds = [self._prepared(blocks) for blocks in schedule.rounds]
-        self.peak_staging_bytes = max((one.staged for one in self._rounds), default=0)
-        self._arena = torch.empty(self.peak_staging_bytes, dtype=torch.uint8, device=device)
+        self._rounds = [self._prepared(number, blocks) for number, blocks in enumerate(schedule.rounds)]
+        sizes = [
+            max((one.staged for one in self._rounds[turn::IN_FLIGHT]), default=0) for turn in range(IN_FLIGHT)
+        ]
+        self.peak_staging_bytes = sum(sizes)
+        self._arenas = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     @property
     def num_rounds(self) -> int:
         """The rounds of the plan."""
         return len(self._rounds)
 
-    def _prepared(self, blocks: list[Block]) -> _Round:
+    def _prepared(self, number: int, blocks: list[Block]) -> _Round:
         ready = _Round(local=[block for block in blocks if block.kind == LOCAL])
         taken: dict[tuple[int, int | None], _Slot] = {}
         offset = 0
@@ -88,7 +102,7 @@ class RankExecutor:
                 if transfer.origin == self.rank and key in taken:
                     found.append((transfer, taken[key]))  # passes on what it took in the phase before
                     continue
-                slot = self._slot(transfer, offset)
+                slot = self._slot(transfer, offset, number % IN_FLIGHT)
                 if slot.place is None:
                     offset += -(-slot.num_bytes // _ALIGN) * _ALIGN
                 if transfer.target == self.rank:
@@ -98,7 +112,7 @@ class RankExecutor:
         ready.staged = offset
         return ready
 
-    def _slot(self, transfer: Transfer, offset: int) -> _Slot:
+    def _slot(self, transfer: Transfer, offset: int, arena: int) -> _Slot:
         place = None
         if transfer.part is not None:
             holder = self.source if transfer.origin == self.rank else self.destination
@@ -108,12 +122,12 @@ class RankExecutor:
                 place = contiguous_bytes(holder, name, fragment, dtype)
                 if place is not None and place.device.type != self._device.type:
                     place = None  # a checkpoint's mapped bytes go through the arena on the GPU
-        return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes)
+        return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes, arena)
 
     def _bytes(self, slot: _Slot) -> Tensor:
-        return (
-            slot.place if slot.place is not None else self._arena[slot.offset : slot.offset + slot.num_bytes]
-        )
+        if slot.place is not None:
+            return slot.place
+        return self._arenas[slot.arena][slot.offset : slot.offset + slot.num_bytes]
 
     def receives(self, number: int, phase: int) -> list[Message]:
         """Return where the messages of a phase are to be received, in order."""
@@ -121,20 +135,22 @@ class RankExecutor:
         chosen = ready.network if phase == NETWORK else ready.domain
         return [Message(t.origin, self._bytes(slot)) for t, slot in chosen if t.target == self.rank]
 
+    def pack(self, number: int) -> None:
+        """Pack what this rank sends of its own in a round, in both phases."""
+        ready = self._rounds[number]
+        for transfer, slot in (*ready.network, *ready.domain):
+            own = transfer.block.kind == DOMAIN or transfer.block.sender == self.rank
+            if transfer.origin == self.rank and slot.place is None and own:
+                self._pack(slot)
+
     def sends(self, number: int, phase: int) -> list[Message]:
-        """Pack and return the messages that this rank sends in a phase, in order.
+        """Return the messages that this rank sends in a phase, in order; `pack` comes before.
 
         For phase DOMAIN, what was received in phase NETWORK must be there.
         """
         ready = self._rounds[number]
-        messages = []
-        for transfer, slot in ready.network if phase == NETWORK else ready.domain:
-            if transfer.origin != self.rank:
-                continue
-            if slot.place is None and (phase == NETWORK or transfer.block.kind == DOMAIN):
-                self._pack(slot)
-            messages.append(Message(transfer.target, self._bytes(slot)))
-        return messages
+        chosen = ready.network if phase == NETWORK else ready.domain
+        return [Message(t.target, self._bytes(slot)) for t, slot in chosen if t.origin == self.rank]
 
     def finish(self, number: int) -> None:
         """Unpack what the round brought, and copy what this rank holds itself."""
@@ -146,27 +162,44 @@ class RankExecutor:
             for fragment in block.packed + block.big:
                 self._keep(fragment)
 
-    def _boxes(self, slot: _Slot) -> Iterator[tuple[Fragment, Corner, Corner, Tensor]]:
-        """Yield (fragment, lo, hi, its elements in the message) of the boxes that a message consists of."""
+    def _boxes(
+        self, slot: _Slot, tensors: Container[int] | None = None
+    ) -> Iterator[tuple[Fragment, Corner, Corner, Tensor]]:
+        """Yield (fragment, lo, hi, its elements in the message) of the boxes of a message (of these tensors)."""
         data = self._bytes(slot)
         position = 0
         for fragment in slot.fragments:
-            _, dtype = self._dtypes[fragment.tensor]
-            values = typed(data[position : position + fragment.num_bytes], dtype)
+            start = position
             position += fragment.num_bytes
+            if tensors is not None and fragment.tensor not in tensors:
+                continue
+            values = typed(data[start:position], self._dtypes[fragment.tensor][1])
             for lo, hi, at in fragment.boxes():
                 shape = [b - a for a, b in zip(lo, hi, strict=True)]
                 yield fragment, lo, hi, values[at : at + math.prod(shape)].view(shape)
 
     def _pack(self, slot: _Slot) -> None:
         assert self.source is not None
-        for fragment, lo, hi, box in self._boxes(slot):
+        if slot.copies is None:
+            slot.copies = Copies()
+            tensors = {one.tensor for one in slot.fragments}
+            fixed = {one for one in tensors if self.source.in_place(self._dtypes[one][0])}
+            slot.made = frozenset(tensors - fixed)
+            for fragment, lo, hi, box in self._boxes(slot, fixed) if fixed else ():
+                for part_lo, part_hi, view in self.source.windows(self._dtypes[fragment.tensor][0], lo, hi):
+                    slot.copies.add(within(box, lo, part_lo, part_hi), view)
+        slot.copies.run()
+        for fragment, lo, hi, box in self._boxes(slot, slot.made) if slot.made else ():
             for part_lo, part_hi, view in self.source.windows(self._dtypes[fragment.tensor][0], lo, hi):
                 copy_exact(within(box, lo, part_lo, part_hi), view)
 
     def _unpack(self, slot: _Slot) -> None:
-        for fragment, lo, hi, box in self._boxes(slot):
-            self._deliver(fragment.tensor, lo, hi, box)
+        if slot.copies is None:
+            slot.copies = Copies()
+            for fragment, lo, hi, box in self._boxes(slot):
+                for target, values in self._places(fragment.tensor, lo, hi, box):
+                    slot.copies.add(target, values)
+        slot.copies.run()
 
     def _keep(self, fragment: Fragment) -> None:
         assert self.source is not None
@@ -175,10 +208,11 @@ class RankExecutor:
             for part_lo, part_hi, view in self.source.windows(name, lo, hi):
                 if str(view.dtype) != f"torch.{dtype}":
                     view = view.to(getattr(torch, dtype))
-                self._deliver(fragment.tensor, part_lo, part_hi, view)
+                for target, values in self._places(fragment.tensor, part_lo, part_hi, view):
+                    copy_exact(target, values)
 
-    def _deliver(self, tensor: int, lo: Corner, hi: Corner, values: Tensor) -> None:
-        """Copy a box's values wherever this rank holds a part of it: aliases hold it more than once."""
+    def _places(self, tensor: int, lo: Corner, hi: Corner, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (target, values) wherever this rank holds a part of a box: aliases hold it more than once."""
         assert self.destination is not None
         for part_lo, part_hi, view in self.destination.windows(self._dtypes[tensor][0], lo, hi):
-            copy_exact(view, within(values, lo, part_lo, part_hi))
+            yield view, within(values, lo, part_lo, part_hi)

@@ -30,6 +30,7 @@ from reshard_cli.refit.environment import describe_environment, machine_place
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.failing import report_failure
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
+from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
@@ -244,11 +245,7 @@ class _Session:
                     executor = self._executor(schedule, destination, version)
                 elif destination is not None:
                     destination.zero_padding()
-            self.sent = {NETWORK: 0, DOMAIN: 0}
-            for number in range(executor.num_rounds):
-                self._round(executor, number, clock)
-                if progress is not None:
-                    progress(number + 1, executor.num_rounds)
+            self._rounds(executor, clock, progress)
             if destination is not None and destination.landing is not None:
                 with clock.phase("cast"):
                     destination.cast()
@@ -292,21 +289,16 @@ class _Session:
         windows = None if destination is None else destination.windows
         return RankExecutor(self.plan, schedule, source, windows, self.device)
 
-    def _round(self, executor: RankExecutor, number: int, clock: _Clock) -> None:
-        """Run one round: off the network, on inside the domains, into place."""
+    def _rounds(self, executor: RankExecutor, clock: _Clock, progress: Progress | None) -> None:
         assert self.transport is not None
-        detail = f", round {number + 1} of {executor.num_rounds}"
-        for phase, name in ((NETWORK, "network"), (DOMAIN, "domain")):
-            with clock.phase("pack", detail):
-                sends = executor.sends(number, phase)
-                receives = executor.receives(number, phase)
-            with clock.phase(name, detail):
-                self.transport.start(sends, receives).wait()
-            self.sent[phase] += sum(message.data.numel() for message in sends)
-        with clock.phase("unpack", detail):
-            executor.finish(number)
-        if number % 16 == 15:
-            self.control.check()
+
+        def done(rounds: int) -> None:
+            if progress is not None:
+                progress(rounds, executor.num_rounds)
+            if rounds % 16 == 0:
+                self.control.check()
+
+        self.sent = run_rounds(executor, self.transport, clock.phase, done)
 
     def _verify(self, destination: Destination, version: int) -> None:
         """Compare this rank's elements with the source, found by the layouts alone."""

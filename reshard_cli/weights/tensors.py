@@ -7,7 +7,7 @@ from torch import Tensor
 
 from reshard_cli.errors import WeightsError
 
-__all__ = ["as_bytes", "copy_exact", "same_bits", "torch_dtype", "typed"]
+__all__ = ["as_bytes", "copy_exact", "raw", "same_bits", "torch_dtype", "typed"]
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,18 +30,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw(tensor: Tensor) -> Tensor:
+    """Return a view of whole numbers as wide as the elements, which are copied and compared as they are."""
     return tensor.view(_RAW[tensor.element_size()])
 
 
 def copy_exact(target: Tensor, source: Tensor) -> None:
     """Copy bit for bit where the dtypes are equal, else with torch's cast."""
     if target.dtype == source.dtype:
-        _raw(target).copy_(_raw(source))
+        raw(target).copy_(raw(source))
     else:
         target.copy_(source)
 
 
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
     """Return elementwise whether two tensors of one dtype are equal bit for bit (NaN equals NaN)."""
-    return _raw(one) == _raw(other)
+    return raw(one) == raw(other)

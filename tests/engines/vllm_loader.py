@@ -1,9 +1,9 @@
-"""A world of vLLM ranks: each fills its parameters with NaN, lets the model load a checkpoint, and saves them.
+"""A world of vLLM ranks: each fills its parameters with NaN, has the model load a checkpoint, and saves them.
 
 Run as `python -m tests.engines.vllm_loader FOLDER WORLD`; it imports vLLM once and forks the ranks.
-FOLDER/world-WORLD.json lists the cases, each {"name", "checkpoint", "architecture", "tp", "pp", "dp", "ep"}. A
-rank writes FOLDER/NAME/truth-RANK.safetensors, its parameters by their first names, and truth-RANK.json: the further names
-of the same parameters, the names that the loader says it loaded, and the buffers. What vLLM does after
+FOLDER/world-WORLD.json lists the cases: name, checkpoint, architecture, tp, pp, dp, ep. A rank writes
+FOLDER/NAME/truth-RANK.safetensors, its parameters by their first names, and truth-RANK.json: the further
+names of the same parameters, the names that the loader says it loaded, and the buffers. What vLLM does after
 loading (packing for the CPU's kernels) is left out: it changes the layout.
 """
 

@@ -6,17 +6,18 @@ their gloo group, and each destination rank compares its storages with tensors c
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from random import Random
 
 import torch
 
 from reshard_cli.plan.build import build_plan
-from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.routes import MODES
 from reshard_cli.plan.schedule import rank_schedule
 from reshard_cli.refit.endpoints import Destination
 from reshard_cli.refit.executor import RankExecutor
+from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import GlooTransport
 from reshard_cli.transport.launcher import World, launch
@@ -70,10 +71,7 @@ def run_pair(transport: GlooTransport, rank: int, random: Random) -> int:
                 destination.buffers[storage.name].fill_(0xA5)
     windows = None if destination is None else destination.windows
     executor = RankExecutor(plan, rank_schedule(plan, rank), source, windows, cpu)
-    for number in range(executor.num_rounds):
-        for phase in (NETWORK, DOMAIN):
-            transport.start(executor.sends(number, phase), executor.receives(number, phase)).wait()
-        executor.finish(number)
+    run_rounds(executor, transport, lambda *_: contextlib.nullcontext())
     if destination is None or job_rank is None:
         return 0
     compared = 0
