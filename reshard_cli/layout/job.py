@@ -399,7 +399,11 @@ def build_layout(loaded: LoadedLayout, model: Model) -> JobLayout:
     loaded = builder.loaded
     aliases = builder.aliases()
     alias_names = {tensor.name for tensor, _ in aliases}
-    plain = [(tensor, tensor.name) for tensor in builder.model.tensors if tensor.name not in alias_names]
+    plain = [
+        (tensor, tensor.name)
+        for tensor in builder.model.tensors
+        if tensor.name not in alias_names and not loaded.leaves_out(tensor.name)
+    ]
     everything = builder.casts.with_scales(plain + aliases)
     places = {tensor.name: position for position, (tensor, _) in enumerate(everything)}
     follows = [None if builder.explicit(one) else builder.casts.follows(one) for one, _ in everything]

@@ -60,12 +60,13 @@ def pair_tensors(
     }
     missing = [name for name in want if name not in have and name not in made]
     extra = [name for name in have if name not in want]
+    unasked = [name for name in extra if not destination.loaded.leaves_out(name)]
     lines = []
     if missing:
         lines.append(f"the source lacks {listed(missing)}")
-    if extra and (missing or not allow_extra):
+    if unasked and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
-        lines.append(f"the destination has no place for {listed(extra)}{mend}")
+        lines.append(f"the destination has no place for {listed(unasked)}{mend}")
     if lines:
         raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
     pairs, faults = [], []

@@ -122,6 +122,9 @@ class LayoutDocument(StrictDocument):
     storage: list[StorageRule] = Field([])
     casts: list[CastRule] = Field([], description="the first that matches a tensor says what it is cast to")
     pieces: list[PieceRule] = Field([])
+    leave_out: list[str] = Field(
+        [], description="patterns of the model's tensors that this job does not hold"
+    )
     alias: dict[str, str] = Field({}, description="tied tensor: the tensor that it equals")
     rename: dict[str, str] = Field({}, description="model name pattern: name in this document's rules")
 
@@ -137,6 +140,11 @@ class LoadedLayout:
     places: tuple[dict[str, Placement], ...]
     matches: tuple[Pattern, ...]
     casts: tuple[tuple[Pattern, str | Blockwise], ...] = ()
+
+    def leaves_out(self, name: str) -> bool:
+        """Say whether the job does not hold the model's tensor of this name (with `{expert}` for any)."""
+        probe = fill(name, expert=0)
+        return any(Pattern(text).matches(probe) for text in self.document.leave_out)
 
     def mesh_of(self, rule: int) -> str:
         """Return the mesh name of a tensor rule: its own, or the document's first."""
@@ -366,6 +374,8 @@ def check_layout(
     casts = [checker.cast(index) for index in range(len(document.casts))]
     for index in range(len(document.pieces)):
         checker.piece(index)
+    for index, text in enumerate(document.leave_out):
+        checker.tried(("leave_out", index), Pattern, text)
     checker.alias()
     checker.rename()
     checker.engine()

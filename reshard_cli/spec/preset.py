@@ -5,6 +5,7 @@ the job's sizes and the model's config, and with conditions:
 
     when: EXPRESSION        the rule is there only where this is not 0
     most_dims: NUMBER       a tensor rule for just the tensors of at most so many dims
+    layers_from: EXPRESSION what is left out: all layers from this one on (nothing where the config lacks it)
     layers_of: PATTERN      a storage rule for just the layers that have such a tensor
 
 Rules that fit no tensor of the model are dropped before their expressions are looked at, so a model needs no
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -107,7 +108,8 @@ class _Sizes(Mapping[str, int]):
 class _Expander:
     """Fills one preset in for one document and model."""
 
-    def __init__(self, document: LayoutDocument, model: Model) -> None:
+    def __init__(self, document: LayoutDocument, model: Model, left_out: Sequence[str] = ()) -> None:
+        """`left_out`: patterns of tensors of the model that the job does not hold."""
         assert document.engine is not None
         self.document = document
         self.preset = _preset(document.engine)
@@ -115,7 +117,10 @@ class _Expander:
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
         names = {tensor.name for tensor in model.tensors}
+        out = [Pattern(text) for text in left_out]
         for tensor in model.tensors:
+            if any(pattern.matches(tensor.name) for pattern in out):
+                continue
             if weight_of_scale(tensor.name) in names:
                 continue  # block scales are cut and stored as their tensor is
             template = template_of(tensor.name.replace("{expert}", "0"))[0]
@@ -261,6 +266,18 @@ class _Expander:
             )
         return found
 
+    def left_out(self) -> list[str]:
+        """Return the patterns of tensors that the engine does not hold, and forget those tensors."""
+        found = []
+        for rule in self.preset.get("leave_out", []):
+            if "match" in rule:
+                found += [rule["match"]] if self.fits(rule["match"]) else []
+            elif self.known(rule["layers_from"]):
+                first = self.number(rule["layers_from"], "leave_out")
+                behind = {layer for layers in self.layers.values() for layer in layers if layer >= first}
+                found += [f"*layers.{layer}.*" for layer in sorted(behind)]
+        return found
+
     def num_dims(self, name: str) -> int:
         tensor = self.tensors[name]
         return len(tensor.shape) - tensor.has_experts
@@ -399,7 +416,10 @@ def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
     if document.engine not in preset_names():
         known = ", ".join(preset_names())
         raise PresetError("engine", f"no engine preset is named {document.engine!r}; there are: {known}")
-    values = _Expander(document, model).document_values()
+    left_out = [*document.leave_out, *_Expander(document, model).left_out()]
+    values = _Expander(document, model, left_out).document_values()
+    if left_out:
+        values["leave_out"] = left_out
     order = [
         "name",
         "model",

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from reshard_cli.transport.store import serve_store
 
 __all__ = ["World", "launch", "world_of_environment"]
 
+_LOOPBACK = "127.0.0.1"
 _END_GRACE = 2.0  # seconds between the first failure and the end of the last rank
 
 
@@ -58,10 +60,21 @@ def world_of_environment(environment: Mapping[str, str]) -> World:
     return World(rank, size, local, environment["MASTER_ADDR"], port, rank == 0 and not agent)
 
 
-def launch(num_ranks: int, timeout: float, run: Callable[[World], int]) -> int:
-    """Fork `num_ranks` processes that each run `run`; return the exit code of the first failure, or 0."""
+def launch(
+    num_ranks: int,
+    timeout: float,
+    run: Callable[[World], int],
+    *,
+    host: str = _LOOPBACK,
+    enter: Callable[[int], None] = lambda rank: None,
+) -> int:
+    """Fork `num_ranks` processes that each run `run`; return the exit code of the first failure, or 0.
+
+    `host` is this process's address as the ranks reach it, `enter` what each one calls first, with its rank.
+    """
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    # the launcher itself reaches its store by loopback, so any other address means all of them
+    listener.bind((_LOOPBACK if host == _LOOPBACK else "0.0.0.0", 0))
     listener.listen(max(128, 2 * num_ranks))
     port = listener.getsockname()[1]
     launcher = os.getpid()
@@ -74,7 +87,11 @@ def launch(num_ranks: int, timeout: float, run: Callable[[World], int]) -> int:
             listener.close()
             code = 1
             try:
-                code = run(World(rank, num_ranks, rank, "127.0.0.1", port, False, launcher))
+                enter(rank)
+                code = run(World(rank, num_ranks, rank, host, port, False, launcher))
+            except Exception:
+                traceback.print_exc()
+                raise
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -114,6 +131,8 @@ def _supervise(children: dict[int, int], control: Control) -> int:
                 deadline = time.monotonic() + _END_GRACE
             time.sleep(0.01)
             continue
+        if pid not in children:
+            continue  # another child of this process: the guard of an emulated cluster
         rank = children.pop(pid)
         ended = os.waitstatus_to_exitcode(status)
         if ended < 0 and control.failure() is None:

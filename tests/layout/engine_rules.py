@@ -325,10 +325,14 @@ def serving_delta(config: Mapping[str, int], w: Weights, tp: int, t: int) -> Wei
     return with_prefix("linear_attn.", out)
 
 
-def serving_mlp(w: Weights, tp: int, t: int, mine: range, etp: int, et: int, experts_name: str) -> Weights:
+def serving_mlp(
+    w: Weights, tp: int, t: int, mine: range, etp: int, et: int, experts_name: str, *, whole_shared: bool
+) -> Weights:
     """Return a dense or routed feed-forward part: gate_up in one, experts stacked as w13 and w2."""
     out: Weights = {}
+    dense, place = tp, t
     for base in ("mlp", "mlp.shared_experts", "mlp.shared_expert", "mixer.shared_experts"):
+        tp, t = (1, 0) if whole_shared and base != "mlp" else (dense, place)
         if f"{base}.gate_proj.weight" in w:
             parts = [even(w[f"{base}.{part}_proj.weight"], tp, t) for part in ("gate", "up")]
             out[f"{base}.gate_up_proj.weight"] = np.concatenate(parts)
@@ -374,7 +378,7 @@ def stages_of_sglang(layers: int, pp: int) -> list[int]:
 
 def serving(
     model: Tiny, rank: int, tp: int, pp: int, *, experts: tuple[range, int, int], counts: Sequence[int],
-    names: tuple[str, str], tied_head: str,
+    names: tuple[str, str], tied_head: str, whole_shared: bool = False,
 ) -> Weights:  # fmt: skip
     """Return what a rank of either engine holds: layers keep their numbers. Ranks: dp, pp, tp, tp fastest."""
     t, stage = rank % tp, rank // tp % pp
@@ -395,7 +399,7 @@ def serving(
     for number in stage_of(counts, stage):
         layer = model.layer(number)
         here = serving_attention(model.config, layer, tp, t, names[1])
-        here |= serving_mlp(layer, tp, t, *experts, names[0])
+        here |= serving_mlp(layer, tp, t, *experts, names[0], whole_shared=whole_shared)
         if "linear_attn.A_log" in layer:
             here |= serving_delta(model.config, layer, tp, t)
         if "mixer.in_proj.weight" in layer:
@@ -421,7 +425,11 @@ def vllm(
         mine = (list(owners(num_experts, ep))[rank % ep], 1, 0)
     counts, names = stages_of_vllm(model.num_layers, pp), ("experts.routed_experts", "fused_qkv_a_proj")
     tied_head = "model.embed_tokens.weight"  # the last stage has the embedding once more
-    return serving(model, rank, tp, pp, experts=mine, counts=counts, names=names, tied_head=tied_head)
+    # with experts over the ranks of several engines of tp, each engine rank has other tokens: nothing to share
+    return serving(
+        model, rank, tp, pp, experts=mine, counts=counts, names=names, tied_head=tied_head,
+        whole_shared=tp > 1 and ep > tp,
+    )  # fmt: skip
 
 
 def sglang(model: Tiny, rank: int, ranks: int, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Weights:

@@ -253,8 +253,10 @@ def transformers(model: Tiny, rank: int, ranks: int, *, tp: int = 1) -> Weights:
     latent = any("kv_b_proj" in name for name in model.weights)
     for name, whole in model.weights.items():
         module = name.split(".")[-2]
-        if ".mlp.experts." in name or (latent and "self_attn" in name) or module == "embed_tokens":
+        if ".mlp.experts." in name or (latent and "self_attn" in name):
             out[name] = whole
+        elif module == "embed_tokens":
+            out[name] = chunk(whole, tp, t)  # transformers adds embedding_rowwise to every plan
         elif "linear_attn" in name and (module.startswith("in_proj") or module == "out_proj"):
             out[name] = chunk(whole, tp, t)  # colwise, its output gathered
         else:
