@@ -13,13 +13,14 @@ import numpy as np
 from reshard_cli.errors import DocumentError
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.layout.job import JobLayout
+from reshard_cli.plan.balance import RankSets
 from reshard_cli.plan.entries import NETWORK, Entries, Intersections
 from reshard_cli.plan.pairs import TensorPair, pair_tensors
 from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
 
-__all__ = ["IN_FLIGHT", "PLAN_VERSION", "Plan", "build_plan"]
+__all__ = ["IN_FLIGHT", "PLAN_VERSION", "Plan", "build_plan", "takers"]
 
 PLAN_VERSION = 1
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
@@ -122,14 +123,20 @@ def _staged_bytes(streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int
 
 def _neighbours(entries: Entries, streams: Streams) -> tuple[Ints, Ints]:
     """Return (rank, stream) of every rank that takes a stream's bytes from its carrier."""
-    sets = entries.wanter_sets
-    several = np.nonzero((streams.kind == NETWORK) & (sets.sizes[streams.wanters] > 1))[0]
-    sizes = sets.sizes[streams.wanters[several]]
-    stream = np.repeat(several, sizes)
-    nth = np.arange(len(stream)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    rank = sets.members[sets.offsets[streams.wanters[stream]] + nth]
-    other = rank != streams.carrier[stream]
-    return rank[other], stream[other].astype(np.int64)
+    crossing = np.nonzero(streams.kind == NETWORK)[0]
+    rank, index = takers(entries.wanter_sets, streams.carrier[crossing], streams.wanters[crossing])
+    return rank, crossing[index].astype(np.int64)
+
+
+def takers(sets: RankSets, carrier: Ints, wanters: Ints) -> tuple[Ints, Ints]:
+    """Return (rank, index) of the ranks to which carriers pass on: those of their wanter sets, but themselves."""
+    several = np.nonzero(sets.sizes[wanters] > 1)[0]
+    sizes = sets.sizes[wanters[several]]
+    index = np.repeat(several, sizes)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank = sets.members[sets.offsets[wanters[index]] + nth]
+    other = rank != carrier[index]
+    return rank[other], index[other].astype(np.int64)
 
 
 def _rounds(

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.plan.balance import Floats
-from reshard_cli.plan.build import Plan
+from reshard_cli.plan.build import Plan, takers
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.routes import Mode
 from reshard_cli.plan.streams import Streams
@@ -76,11 +76,16 @@ def traffic_of(plan: Plan) -> Traffic:
     neighbour, stream = plan.passed_on
     passed_on = by_rank(streams.carrier[stream], size[stream])
     moving = ~local
+    # what a carrier takes from several senders it passes on in one message a neighbour
+    sets = plan.entries.wanter_sets
+    key = np.unique(streams.carrier[network] * max(1, len(sets)) + streams.wanters[network])
+    carrier, wanters = key // max(1, len(sets)), key % max(1, len(sets))
+    taker, index = takers(sets, carrier, wanters)
     counts = (
         np.bincount(streams.sender[moving], minlength=num_ranks)
         + np.bincount(streams.carrier[moving], minlength=num_ranks)
-        + np.bincount(neighbour, minlength=num_ranks)
-        + np.bincount(streams.carrier[stream], minlength=num_ranks)
+        + np.bincount(taker, minlength=num_ranks)
+        + np.bincount(carrier[index], minlength=num_ranks)
     )
     return Traffic(
         network_bytes=int(size[network].sum()),

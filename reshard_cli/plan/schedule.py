@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "Transfer",
     "count_messages",
     "pair_digests",
+    "passed_on_runs",
     "rank_schedule",
     "transfers",
 ]
@@ -133,17 +134,29 @@ class RankSchedule:
 
 
 class Transfer(NamedTuple):
-    """One message between two ranks: the packed part of a block (part None) or one of its big fragments."""
+    """One message between two ranks: the packed parts of blocks (part None), or one of a block's big fragments.
+
+    Several blocks go in one message where a carrier passes on what it took from several senders.
+    """
 
     origin: int
     target: int
-    block: Block
+    blocks: tuple[Block, ...]
     part: int | None
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The fragments of the message, in order."""
+        if self.part is not None:
+            return [self.blocks[0].big[self.part]]
+        return [fragment for block in self.blocks for fragment in block.packed]
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the message."""
-        return self.block.packed_bytes if self.part is None else self.block.big[self.part].num_bytes
+        if self.part is not None:
+            return self.blocks[0].big[self.part].num_bytes
+        return sum(block.packed_bytes for block in self.blocks)
 
 
 def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
@@ -235,10 +248,38 @@ def transfers(blocks: list[Block], rank: int, *, phase: int) -> list[Transfer]:
     found = []
     for block in blocks:
         for origin, target in _routes_of(block, rank, phase):
-            if block.packed:
-                found.append(Transfer(origin, target, block, None))
-            found += [Transfer(origin, target, block, part) for part in range(len(block.big))]
+            if block.packed and (phase == NETWORK or block.kind == DOMAIN):
+                found.append(Transfer(origin, target, (block,), None))
+            found += [Transfer(origin, target, (block,), part) for part in range(len(block.big))]
+    if phase == DOMAIN:
+        for run in passed_on_runs(blocks):
+            found += [
+                Transfer(origin, target, run, None) for origin, target in _routes_of(run[0], rank, phase)
+            ]
     return found
+
+
+def passed_on_runs(blocks: Iterable[Block]) -> list[tuple[Block, ...]]:
+    """Return the blocks whose packed parts a carrier passes on together: of one set of wanters, by sender.
+
+    A run ends where the next block's elements would not start at a multiple of their size.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    for block in blocks:
+        if block.kind == NETWORK and block.packed and len(block.wanters) > 1:
+            groups.setdefault((block.carrier, block.wanters), []).append(block)
+    runs: list[tuple[Block, ...]] = []
+    for _, members in sorted(groups.items()):
+        run: list[Block] = []
+        size = 0
+        for block in sorted(members, key=lambda one: one.sender):
+            if run and size % block.packed[0].item_size:
+                runs.append(tuple(run))
+                run, size = [], 0
+            run.append(block)
+            size += block.packed_bytes
+        runs.append(tuple(run))
+    return runs
 
 
 def _routes_of(block: Block, rank: int, phase: int) -> list[tuple[int, int]]:
@@ -277,7 +318,8 @@ def count_messages(plan: Plan) -> int:
     """Return the number of messages of one refit, over all ranks and rounds.
 
     A plan of very many streams and rounds is counted in some of its rounds, evenly spread, and scaled up:
-    rounds are equal parts of the same streams.
+    rounds are equal parts of the same streams. Where elements of several widths do not line up, a few more
+    messages pass on what came from several senders than are counted here.
     """
     streams, entries = plan.streams, plan.entries
     moving = np.nonzero(streams.kind != LOCAL)[0].astype(np.int64)
@@ -295,15 +337,28 @@ def count_messages(plan: Plan) -> int:
     short = sum(np.where(part < BIG_FRAGMENT, part, 0) for part in (head, tail))
     short = short + np.where(size < BIG_FRAGMENT, inner * size, 0)
     chosen = moving[stream]
-    copies = np.where(streams.kind[chosen] == NETWORK, entries.wanter_sets.sizes[streams.wanters[chosen]], 1)
+    crossing = streams.kind[chosen] == NETWORK
+    sizes = entries.wanter_sets.sizes[streams.wanters[chosen]]
     # blocks in the order of the streams: those of one sender, carrier and wanter set follow each other
     columns = (streams.kind, streams.sender, streams.carrier, streams.wanters)
     new = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     block = np.concatenate([[0], np.cumsum(new)])[chosen]
-    _, at, inverse = np.unique(block * plan.num_rounds + number, return_index=True, return_inverse=True)
-    packed = np.bincount(inverse.reshape(-1), short).astype(np.int64)
-    found = int((long * copies).sum() + (-(-packed // MAX_MESSAGE) * copies[at]).sum())
+    # what a carrier took from several senders it passes on in one message a wanter
+    group = streams.carrier[chosen] * len(entries.wanter_sets) + streams.wanters[chosen]
+    found = int((long * np.where(crossing, sizes, 1)).sum())
+    found += _packed_messages(block, number, short, np.ones_like(sizes))
+    found += _packed_messages(group[crossing], number[crossing], short[crossing], sizes[crossing] - 1)
     return found * plan.num_rounds // counted
+
+
+def _packed_messages(group: Ints, number: Ints, size: Ints, copies: Ints) -> int:
+    """Return the messages of packed bytes, one for each group and round; copies: how often it is sent."""
+    if not len(group):
+        return 0
+    key = group * (1 + int(number.max())) + number
+    _, at, inverse = np.unique(key, return_index=True, return_inverse=True)
+    packed = np.bincount(inverse.reshape(-1), size).astype(np.int64)
+    return int((-(-packed // MAX_MESSAGE) * copies[at]).sum())
 
 
 def _messages_of(size: Ints) -> Ints:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from reshard_cli.plan.build import IN_FLIGHT, Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
-from reshard_cli.plan.schedule import Block, Fragment, RankSchedule, Transfer, transfers
+from reshard_cli.plan.schedule import (
+    Block,
+    Fragment,
+    RankSchedule,
+    Transfer,
+    passed_on_runs,
+    transfers,
+)
 from reshard_cli.refit.copies import Copies
 from reshard_cli.transport.message import Message
 from reshard_cli.weights.tensors import copy_exact, typed
@@ -33,18 +40,13 @@ class _Slot:
     `copies` pack or unpack what lies somewhere else; `made` are tensors that no view shows, as they are made when asked for.
     """
 
-    block: Block
-    part: int | None
+    fragments: list[Fragment]
     place: Tensor | None
     offset: int
     num_bytes: int
     arena: int
     copies: Copies | None = None
     made: frozenset[int] = frozenset()
-
-    @property
-    def fragments(self) -> list[Fragment]:
-        return self.block.packed if self.part is None else [self.block.big[self.part]]
 
 
 @dataclass(slots=True)
@@ -94,35 +96,45 @@ class RankExecutor:
 
     def _prepared(self, number: int, blocks: list[Block]) -> _Round:
         ready = _Round(local=[block for block in blocks if block.kind == LOCAL])
-        taken: dict[tuple[int, int | None], _Slot] = {}
-        offset = 0
+        arena = number % IN_FLIGHT
+        slots: dict[tuple[int, int | None], _Slot] = {}
+        # what is passed on in one message lies together
+        for run in passed_on_runs(blocks):
+            if run[0].carrier != self.rank:
+                continue
+            at = ready.staged
+            for block in run:
+                transfer = Transfer(block.sender, self.rank, (block,), None)
+                slots[id(block), None] = self._slot(transfer, at, arena)
+                at += transfer.num_bytes
+            ready.staged += -(-(at - ready.staged) // _ALIGN) * _ALIGN
         for phase, found in ((NETWORK, ready.network), (DOMAIN, ready.domain)):
             for transfer in transfers(blocks, self.rank, phase=phase):
-                key = (id(transfer.block), transfer.part)
-                if transfer.origin == self.rank and key in taken:
-                    found.append((transfer, taken[key]))  # passes on what it took in the phase before
-                    continue
-                slot = self._slot(transfer, offset, number % IN_FLIGHT)
-                if slot.place is None:
-                    offset += -(-slot.num_bytes // _ALIGN) * _ALIGN
+                key = (id(transfer.blocks[0]), transfer.part)
+                slot = slots.get(key)
+                if slot is None:
+                    slot = self._slot(transfer, ready.staged, arena)
+                    if slot.place is None:
+                        ready.staged += -(-slot.num_bytes // _ALIGN) * _ALIGN
+                elif len(transfer.blocks) > 1:
+                    slot = self._slot(transfer, slot.offset, arena)  # passes on what it took from several
                 if transfer.target == self.rank:
-                    taken[key] = slot
+                    slots[key] = slot
                     ready.taken.append(slot)
                 found.append((transfer, slot))
-        ready.staged = offset
         return ready
 
     def _slot(self, transfer: Transfer, offset: int, arena: int) -> _Slot:
         place = None
         if transfer.part is not None:
             holder = self.source if transfer.origin == self.rank else self.destination
-            fragment = transfer.block.big[transfer.part]
+            fragment = transfer.blocks[0].big[transfer.part]
             name, dtype = self._dtypes[fragment.tensor]
             if holder is not None and holder.in_place(name):
                 place = contiguous_bytes(holder, name, fragment, dtype)
                 if place is not None and place.device.type != self._device.type:
                     place = None  # a checkpoint's mapped bytes go through the arena on the GPU
-        return _Slot(transfer.block, transfer.part, place, offset, transfer.num_bytes, arena)
+        return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena)
 
     def _bytes(self, slot: _Slot) -> Tensor:
         if slot.place is not None:
@@ -139,7 +151,7 @@ class RankExecutor:
         """Pack what this rank sends of its own in a round, in both phases."""
         ready = self._rounds[number]
         for transfer, slot in (*ready.network, *ready.domain):
-            own = transfer.block.kind == DOMAIN or transfer.block.sender == self.rank
+            own = transfer.blocks[0].sender == self.rank
             if transfer.origin == self.rank and slot.place is None and own:
                 self._pack(slot)
 
