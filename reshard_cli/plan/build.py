@@ -16,6 +16,7 @@ from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.balance import RankSets
 from reshard_cli.plan.entries import NETWORK, Entries, Intersections
 from reshard_cli.plan.pairs import TensorPair, pair_tensors
+from reshard_cli.plan.relays import chained, chained_streams
 from reshard_cli.plan.routes import Mode, Route, route_of
 from reshard_cli.plan.streams import Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
@@ -27,6 +28,8 @@ _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or car
 _BLOCK_PADDING = 16
 IN_FLIGHT = 3  # rounds that share the staging: one is packed, one on the network, one passed on and unpacked
 _OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no matter
+_RELAYED = 128  # rounds with relays, which lag some rounds behind
+_WORTH_RELAYS = 1.1  # how many times fewer bytes of the busiest NIC are worth them
 _LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not worth its messages
 
 
@@ -34,7 +37,8 @@ _LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not w
 class Plan:
     """A refit as data. Everything here is the same on every rank.
 
-    `round_quantum` is the finer grain at which a stream may be cut into rounds; `staging` is in bytes;
+    `round_quantum` is the finer grain at which a stream may be cut into `cut_rounds` rounds; where relays lag behind,
+    there are more rounds than that in all; `staging` is in bytes;
     `passed_on` is (rank, stream) of every rank that takes a stream's bytes from its carrier.
     """
 
@@ -48,6 +52,7 @@ class Plan:
     entries: Entries
     streams: Streams
     round_quantum: Ints
+    cut_rounds: int
     num_rounds: int
     staging: int
     intersections: Intersections = field(repr=False)
@@ -96,13 +101,35 @@ def build_plan(
     entries = intersections.entries(pairs, routes)
     coarse = max(1, min(_COARSE, staging // 64))
     streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
+    least = _OVERLAPPING
+    chosen = _relayed(entries, streams, topology, coarse)
+    if chosen is not None:
+        entries, streams = chosen
+        least = _RELAYED
     passed_on = _neighbours(entries, streams)
-    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging)
+    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least)
     return Plan(
         mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
         extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
-        num_rounds=rounds, staging=staging, intersections=intersections, passed_on=passed_on,
+        cut_rounds=rounds, num_rounds=rounds + streams.longest_lag, staging=staging,
+        intersections=intersections, passed_on=passed_on,
     )  # fmt: skip
+
+
+def _relayed(
+    entries: Entries, streams: Streams, topology: Topology, coarse: int
+) -> tuple[Entries, Streams] | None:
+    """Return entries and streams with relays where they make the busiest NIC's bytes clearly fewer, else None."""
+    ratio = streams.best_send / streams.best_receive if streams.best_receive else 0.0
+    if ratio < _WORTH_RELAYS:
+        return None
+    made = chained(entries, ratio)
+    if made is None:
+        return None
+    fewer = chained_streams(*made, topology.rails(), quantum_of(made[0], coarse), topology.num_ranks)
+    stretched = 1 + fewer.longest_lag / _RELAYED
+    before, after = (max(one.best_send, one.best_receive) for one in (streams, fewer))
+    return (made[0], fewer) if after * stretched * _WORTH_RELAYS < before else None
 
 
 def _staged_bytes(streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int) -> tuple[Ints, Ints]:
@@ -140,16 +167,21 @@ def takers(sets: RankSets, carrier: Ints, wanters: Ints) -> tuple[Ints, Ints]:
 
 
 def _rounds(
-    entries: Entries, streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int, staging: int
+    entries: Entries,
+    streams: Streams,
+    passed_on: tuple[Ints, Ints],
+    num_ranks: int,
+    staging: int,
+    least: int,
 ) -> tuple[int, int]:
     """Return (rounds, grain): `IN_FLIGHT` rounds of each rank fit the staging, with cuts rounded to the grain.
 
-    There are a few of them where there is enough to overlap, also where the staging would hold everything.
+    There are `least` of them where there is enough to overlap, also where the staging would hold everything.
     """
     if not len(streams.kind):
         return 1, 1
     total, count = _staged_bytes(streams, passed_on, num_ranks)
-    overlapping = min(_OVERLAPPING, int(total.max()) // _LEAST_ROUND)
+    overlapping = min(least, int(total.max()) // (_LEAST_ROUND * _OVERLAPPING // least))
     if overlapping <= 1 and total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)
@@ -157,17 +189,17 @@ def _rounds(
     grain = max(widest, min(_COARSE, arena // 4 // int(count.max())))
     room = arena - count * (grain + _BLOCK_PADDING)
     if np.any(room[total > 0] <= 0):
-        least = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING))
+        enough = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING))
         raise DocumentError(
             f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
-            f"give at least {math.ceil(least / 2**20 * 1e6) / 1e6:g} MiB"
+            f"give at least {math.ceil(enough / 2**20 * 1e6) / 1e6:g} MiB"
         )
     return max(overlapping, int(np.max(-(-total // np.maximum(room, 1))))), grain
 
 
 def _digest(plan: Plan) -> str:
     hasher = hashlib.sha256()
-    head = [PLAN_VERSION, plan.mode, plan.staging, plan.num_rounds, plan.routes]
+    head = [PLAN_VERSION, plan.mode, plan.staging, plan.cut_rounds, plan.routes]
     hasher.update(json.dumps(head).encode())
     for pair in plan.pairs:
         told = (pair.name, pair.shape, pair.source_dtype, pair.destination_dtype, pair.block, pair.quantised)
@@ -185,4 +217,12 @@ def _arrays(plan: Plan) -> Iterable[Ints]:
         yield from (one.tensors, one.lo, one.hi)
     for sets in (entries.holder_sets, entries.wanter_sets):
         yield from (sets.members, sets.offsets)
-    yield from (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.start, streams.stop)
+    yield from (
+        streams.kind,
+        streams.sender,
+        streams.carrier,
+        streams.wanters,
+        streams.start,
+        streams.stop,
+        streams.lag,
+    )

@@ -9,7 +9,8 @@ takes inside its domain, and in how many messages. Each of these resources works
     launches                    rounds · 2 · launch + messages · message
 
 Rounds overlap (reading and packing the next, the network on this one, the domain's exchange of the last), so a
-refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline.
+refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline. Relays
+lag some rounds behind, by which it takes longer.
 
 A gather-and-broadcast system, which mode `broadcast` is priced as and, for its broadcast part, mode `hybrid-ffn`,
 works in steps that wait for each other:
@@ -95,7 +96,7 @@ def traffic_of(plan: Plan) -> Traffic:
         receive_network=by_rank(streams.carrier[network], size[network]),
         send_domain=by_rank(streams.sender[domain], size[domain]) + passed_on,
         receive_domain=by_rank(streams.carrier[domain], size[domain]) + by_rank(neighbour, size[stream]),
-        messages=counts * plan.num_rounds,
+        messages=counts * plan.cut_rounds,
     )
 
 
@@ -119,6 +120,7 @@ def _without(plan: Plan) -> Traffic:
     kept = Streams(
         plan.streams.kind, plan.streams.sender, plan.streams.carrier, plan.streams.wanters,
         np.zeros_like(plan.streams.start), np.rint(plan.streams.num_bytes * (1 - share)).astype(np.int64),
+        plan.streams.lag,
         plan.streams.best_send, plan.streams.best_receive,
     )  # fmt: skip
     return traffic_of(replace(plan, streams=kept))
@@ -156,9 +158,10 @@ def _pipelined(plan: Plan, traffic: Traffic, hardware: Hardware) -> Prediction:
         return Prediction(0.0, "nothing to move", dict.fromkeys(loads, 0.0))
     parts = {what: float(load.max(initial=0)) for what, load in loads.items()}
     busiest = max(parts, key=lambda what: parts[what])
-    fill = sum(seconds for what, seconds in parts.items() if what != busiest) / plan.num_rounds
+    fill = sum(seconds for what, seconds in parts.items() if what != busiest) / plan.cut_rounds
     rank = int(np.argmax(loads[busiest]))
-    return Prediction(parts[busiest] + fill, f"{busiest}, rank {rank}", parts)
+    seconds = parts[busiest] * plan.num_rounds / plan.cut_rounds + fill
+    return Prediction(seconds, f"{busiest}, rank {rank}", parts)
 
 
 def _gather_and_broadcast(plan: Plan, hardware: Hardware, tensors: Sequence[int]) -> Prediction:

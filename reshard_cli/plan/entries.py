@@ -63,6 +63,7 @@ class Entries:
     holder_sets: RankSets
     wanter_sets: RankSets
     needed_bytes: int
+    copies: Ints
 
     @property
     def total_bytes(self) -> Ints:
@@ -184,7 +185,7 @@ class Intersections:
             start=np.concatenate([[0], np.cumsum(total)]).astype(np.int64),
             holder_sets=self._sides.sets["source"].frozen(),
             wanter_sets=self._sides.sets["destination"].frozen(),
-            needed_bytes=int(total[kind == NETWORK].sum()),
+            needed_bytes=int(total[kind == NETWORK].sum()), copies=np.ones(len(kind), np.int64),
         )  # fmt: skip
 
     def _class(self, pair: TensorPair, whole: bool) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints, Ints]]:

@@ -105,7 +105,10 @@ def _run_boxes(
 
 @dataclass(slots=True)
 class Block:
-    """What one sender gives one carrier for one set of wanters in one round."""
+    """What one sender gives one carrier for one set of wanters in one round.
+
+    A relay's sender is no source, but a carrier of another domain, which sends from its own storages.
+    """
 
     kind: int
     sender: int
@@ -113,6 +116,7 @@ class Block:
     wanters: tuple[int, ...]
     packed: list[Fragment] = field(default_factory=list)
     big: list[Fragment] = field(default_factory=list)
+    relay: bool = False
 
     @property
     def packed_bytes(self) -> int:
@@ -169,14 +173,15 @@ def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
     if len(sets):
         mine |= wanting[streams.wanters] & (streams.kind == NETWORK)
     chosen = np.nonzero(mine)[0].astype(np.int64)
-    blocks: list[dict[tuple[int, int, int, int], Block]] = [{} for _ in range(plan.num_rounds)]
+    blocks: list[dict[tuple[int, ...], Block]] = [{} for _ in range(plan.num_rounds)]
     members = {number: tuple(sets.of(number).tolist()) for number in set(streams.wanters[chosen].tolist())}
-    keys = np.stack([streams.kind, streams.sender, streams.carrier, streams.wanters])[:, chosen].T.tolist()
+    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.lag > 0)
+    keys = np.stack(columns)[:, chosen].T.tolist()
     for stream, number, fragment in _fragments(plan, chosen):
         key = tuple(keys[stream])
         block = blocks[number].get(key)
         if block is None:
-            block = blocks[number][key] = Block(key[0], key[1], key[2], members[key[3]])
+            block = blocks[number][key] = Block(key[0], key[1], key[2], members[key[3]], relay=bool(key[4]))
         (block.big if fragment.num_bytes >= BIG_FRAGMENT else block.packed).append(fragment)
     for found in blocks:
         for block in found.values():
@@ -186,18 +191,24 @@ def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
 
 
 def _edges(plan: Plan, chosen: Ints, steps: Ints) -> Ints:
-    """Return the line positions [streams, steps] at which round `step` of each chosen stream begins."""
+    """Return the line positions [streams, steps] at which its round `step` of each chosen stream begins.
+
+    steps: of 0 to the plan's `cut_rounds`, [steps] or [streams, steps]; a relay's rounds count from its own first.
+    """
     start, stop = plan.streams.start[chosen][:, None], plan.streams.stop[chosen][:, None]
-    whole, rest = (stop - start) // plan.num_rounds, (stop - start) % plan.num_rounds
-    raw = start + whole * steps + rest * steps // plan.num_rounds
+    whole, rest = (stop - start) // plan.cut_rounds, (stop - start) % plan.cut_rounds
+    raw = start + whole * steps + rest * steps // plan.cut_rounds
     edges = round_positions(plan.entries, plan.round_quantum, raw.reshape(-1)).reshape(raw.shape)
-    edges = np.where(steps == 0, start, np.where(steps == plan.num_rounds, stop, edges))
+    edges = np.where(steps == 0, start, np.where(steps == plan.cut_rounds, stop, edges))
     clipped: Ints = np.clip(edges, start, stop)
     return clipped
 
 
 def _segments(plan: Plan, chosen: Ints, rounds: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return (stream, round, entry, first, last): the bytes first..last of each entry in these rounds."""
+    """Return (stream, round, entry, first, last): the bytes first..last of each entry in these rounds.
+
+    rounds: of 0 to the plan's `cut_rounds`; those returned count from the plan's first, lags and all.
+    """
     low = _edges(plan, chosen, rounds).reshape(-1)
     high = _edges(plan, chosen, rounds + 1).reshape(-1)
     kept = np.nonzero(high > low)[0]
@@ -212,7 +223,8 @@ def _segments(plan: Plan, chosen: Ints, rounds: Ints) -> tuple[Ints, Ints, Ints,
     begin = np.maximum(low[interval], starts[entry]) - starts[entry]
     end = np.minimum(high[interval], starts[entry + 1]) - starts[entry]
     where = kept[interval]
-    return where // len(rounds), rounds[where % len(rounds)], entry, begin, end
+    stream = where // len(rounds)
+    return stream, rounds[where % len(rounds)] + plan.streams.lag[chosen[stream]], entry, begin, end
 
 
 def _fragments(plan: Plan, chosen: Ints) -> Iterator[tuple[int, int, Fragment]]:
@@ -220,7 +232,7 @@ def _fragments(plan: Plan, chosen: Ints) -> Iterator[tuple[int, int, Fragment]]:
     entries = plan.entries
     boxes: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     tensors: dict[int, list[int]] = {}
-    every = np.arange(plan.num_rounds, dtype=np.int64)
+    every = np.arange(plan.cut_rounds, dtype=np.int64)
     streams, numbers, entry, begins, ends = _segments(plan, chosen, every)
     columns = (streams, numbers, entries.tensor_class[entry], entries.box[entry], entries.box_bytes[entry])
     listed = (column.tolist() for column in (*columns, begins, ends))
@@ -272,7 +284,7 @@ def passed_on_runs(blocks: Iterable[Block]) -> list[tuple[Block, ...]]:
     for _, members in sorted(groups.items()):
         run: list[Block] = []
         size = 0
-        for block in sorted(members, key=lambda one: one.sender):
+        for block in sorted(members, key=lambda one: (one.sender, one.relay)):
             if run and size % block.packed[0].item_size:
                 runs.append(tuple(run))
                 run, size = [], 0
@@ -309,7 +321,7 @@ def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
                 for pair in _routes_of(block, schedule.rank, phase):
                     if told is None:
                         parts = [tuple(one) for one in block.packed], [tuple(one) for one in block.big]
-                        told = repr((number, block.kind, parts)).encode()
+                        told = repr((number, block.kind, block.relay, parts)).encode()
                     contents.setdefault(pair, []).append(told)
     return {pair: hashlib.sha256(b"".join(told)).hexdigest() for pair, told in contents.items()}
 
@@ -325,8 +337,8 @@ def count_messages(plan: Plan) -> int:
     moving = np.nonzero(streams.kind != LOCAL)[0].astype(np.int64)
     if not len(moving):
         return 0
-    counted = min(plan.num_rounds, max(1, _COUNTED // len(moving)))
-    rounds = np.arange(counted, dtype=np.int64) * plan.num_rounds // counted
+    counted = min(plan.cut_rounds, max(1, _COUNTED // len(moving)))
+    rounds = np.arange(counted, dtype=np.int64) * plan.cut_rounds // counted
     stream, number, entry, begin, end = _segments(plan, moving, rounds)
     size = entries.box_bytes[entry]
     first, last = begin // size, (end - 1) // size
@@ -340,7 +352,7 @@ def count_messages(plan: Plan) -> int:
     crossing = streams.kind[chosen] == NETWORK
     sizes = entries.wanter_sets.sizes[streams.wanters[chosen]]
     # blocks in the order of the streams: those of one sender, carrier and wanter set follow each other
-    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters)
+    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.lag > 0)
     new = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     block = np.concatenate([[0], np.cumsum(new)])[chosen]
     # what a carrier took from several senders it passes on in one message a wanter
@@ -348,7 +360,7 @@ def count_messages(plan: Plan) -> int:
     found = int((long * np.where(crossing, sizes, 1)).sum())
     found += _packed_messages(block, number, short, np.ones_like(sizes))
     found += _packed_messages(group[crossing], number[crossing], short[crossing], sizes[crossing] - 1)
-    return found * plan.num_rounds // counted
+    return found * plan.cut_rounds // counted
 
 
 def _packed_messages(group: Ints, number: Ints, size: Ints, copies: Ints) -> int:

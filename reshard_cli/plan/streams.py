@@ -15,14 +15,23 @@ from reshard_cli.layout.boxes import Ints
 from reshard_cli.plan.balance import Floats, RankSets, best_maximum, share_out
 from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries, TensorClass
 
-__all__ = ["Streams", "make_streams", "quantum_of", "round_positions"]
+__all__ = [
+    "Streams",
+    "cut_groups",
+    "cut_segments",
+    "make_streams",
+    "quantum_of",
+    "round_positions",
+    "sorted_streams",
+]
 
 
 @dataclass(slots=True)
 class Streams:
-    """The streams as columns: kind, sender and carrier (world ranks), wanter set, bytes of the line.
+    """The streams as columns: kind, sender and carrier (world ranks), wanter set, bytes of the line, lag.
 
-    best_send and best_receive: the least possible network bytes of the busiest sender and carrier.
+    A stream with a lag is a relay's: its sender is a carrier of another domain, which has the bytes that many
+    rounds before. best_send and best_receive: the least possible network bytes of the busiest sender and carrier.
     """
 
     kind: Ints
@@ -31,6 +40,7 @@ class Streams:
     wanters: Ints
     start: Ints
     stop: Ints
+    lag: Ints
     best_send: float
     best_receive: float
 
@@ -38,6 +48,15 @@ class Streams:
     def num_bytes(self) -> Ints:
         """The bytes of each stream."""
         return self.stop - self.start
+
+    @property
+    def longest_lag(self) -> int:
+        """The rounds by which the last stream begins after the first."""
+        return int(self.lag.max(initial=0))
+
+    def table(self) -> Ints:
+        """Return the columns as rows of one array: kind, sender, carrier, wanters, start, stop, lag."""
+        return np.stack([self.kind, self.sender, self.carrier, self.wanters, self.start, self.stop, self.lag])
 
 
 def quantum_of(entries: Entries, tolerance: int) -> Ints:
@@ -77,13 +96,15 @@ def round_positions(entries: Entries, quantum: Ints, positions: Ints) -> Ints:
     return moved
 
 
-def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -> Streams:
-    """Return the streams of all groups of entries. rails: each rank's index inside its domain."""
+def make_streams(
+    entries: Entries, rails: Ints, quantum: Ints, num_ranks: int, *, skip: int | None = None
+) -> Streams:
+    """Return the streams of all groups of entries but the kind to skip. rails: each rank's index in its domain."""
     columns: list[Ints] = []
     best = [0.0, 0.0]
     for kind in (NETWORK, DOMAIN, 2):
         chosen = np.nonzero(entries.kind == kind)[0]
-        if not len(chosen):
+        if not len(chosen) or kind == skip:
             continue
         first, last, holders, wanters = _groups(entries, chosen)
         amounts = last - first
@@ -91,7 +112,7 @@ def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -
         shares = share_out(entries.wanter_sets, carrier_total, num_ranks)
         if kind == NETWORK:
             best[1] = best_maximum(entries.wanter_sets, carrier_total, shares, num_ranks)
-        group, carrier, start, stop = _cut_groups(entries.wanter_sets, wanters, first, last, shares)
+        group, carrier, start, stop = cut_groups(entries.wanter_sets, wanters, first, last, shares)
         start, stop = (round_positions(entries, quantum, edge) for edge in (start, stop))
         kept = stop > start
         group, carrier, start, stop = group[kept], carrier[kept], start[kept], stop[kept]
@@ -99,24 +120,28 @@ def make_streams(entries: Entries, rails: Ints, quantum: Ints, num_ranks: int) -
         sent = share_out(entries.holder_sets, sender_total, num_ranks)
         if kind == NETWORK:
             best[0] = best_maximum(entries.holder_sets, sender_total, sent, num_ranks)
-        segment, sender, start, stop = _cut_segments(
+        segment, sender, start, stop = cut_segments(
             entries.holder_sets, holders[group], carrier, start, stop, sent, rails
         )
         start, stop = (round_positions(entries, quantum, edge) for edge in (start, stop))
         kept = stop > start
         segment, sender, start, stop = segment[kept], sender[kept], start[kept], stop[kept]
-        columns.append(
-            np.stack(
-                [np.full(len(start), kind), sender, carrier[segment], wanters[group[segment]], start, stop]
-            )
-        )
-    table = np.concatenate(columns, axis=1) if columns else np.zeros((6, 0), np.int64)
+        made = [sender, carrier[segment], wanters[group[segment]], start, stop]
+        columns.append(np.stack([np.full(len(start), kind), *made, np.zeros(len(start), np.int64)]))
+    table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
+    return sorted_streams(table, num_ranks, len(entries.wanter_sets), best[0], best[1])
+
+
+def sorted_streams(
+    table: Ints, num_ranks: int, num_sets: int, best_send: float, best_receive: float
+) -> Streams:
+    """Return the streams of a table's columns (see `Streams.table`), by kind, sender, carrier, set and start."""
     # one key for kind, sender, carrier and wanter set: they are small enough for 64 bits together
     key = (table[0] * num_ranks + table[1]) * num_ranks + table[2]
-    key = key * len(entries.wanter_sets) + table[3]
+    key = key * max(1, num_sets) + table[3]
     table = table[:, np.lexsort((table[4], key))].astype(np.int64, copy=False)
-    kinds, senders, carriers, wanted, starts, stops = table
-    return Streams(kinds, senders, carriers, wanted, starts, stops, best[0], best[1])
+    kinds, senders, carriers, wanted, starts, stops, lag = table
+    return Streams(kinds, senders, carriers, wanted, starts, stops, lag, best_send, best_receive)
 
 
 def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
@@ -130,7 +155,7 @@ def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return first, last, holders[at], wanters[at]
 
 
-def _cut_groups(
+def cut_groups(
     sets: RankSets, wanters: Ints, first: Ints, last: Ints, shares: Floats
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut each group among its wanters by their shares. Returns (group, carrier, start, stop)."""
@@ -151,7 +176,7 @@ def _cut_groups(
     return group.astype(np.int64), sets.members[member], start, stop
 
 
-def _cut_segments(
+def cut_segments(
     sets: RankSets, holders: Ints, carrier: Ints, start: Ints, stop: Ints, shares: Floats, rails: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut the carriers' segments among the holders. Returns (segment, sender, start, stop).

@@ -45,6 +45,7 @@ class _Slot:
     offset: int
     num_bytes: int
     arena: int
+    relay: bool
     copies: Copies | None = None
     made: frozenset[int] = frozenset()
 
@@ -127,14 +128,16 @@ class RankExecutor:
     def _slot(self, transfer: Transfer, offset: int, arena: int) -> _Slot:
         place = None
         if transfer.part is not None:
-            holder = self.source if transfer.origin == self.rank else self.destination
+            own = transfer.origin == self.rank and not transfer.blocks[0].relay
+            holder = self.source if own else self.destination
             fragment = transfer.blocks[0].big[transfer.part]
             name, dtype = self._dtypes[fragment.tensor]
             if holder is not None and holder.in_place(name):
                 place = contiguous_bytes(holder, name, fragment, dtype)
                 if place is not None and place.device.type != self._device.type:
                     place = None  # a checkpoint's mapped bytes go through the arena on the GPU
-        return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena)
+        relay = transfer.origin == self.rank and transfer.blocks[0].relay
+        return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena, relay)
 
     def _bytes(self, slot: _Slot) -> Tensor:
         if slot.place is not None:
@@ -147,12 +150,15 @@ class RankExecutor:
         chosen = ready.network if phase == NETWORK else ready.domain
         return [Message(t.origin, self._bytes(slot)) for t, slot in chosen if t.target == self.rank]
 
-    def pack(self, number: int) -> None:
-        """Pack what this rank sends of its own in a round, in both phases."""
+    def pack(self, number: int, *, relays: bool) -> None:
+        """Pack what this rank sends of its own in a round, in both phases; or what it relays to other domains.
+
+        Relays send from the storages, so that what they send must have been unpacked: two rounds before.
+        """
         ready = self._rounds[number]
         for transfer, slot in (*ready.network, *ready.domain):
             own = transfer.blocks[0].sender == self.rank
-            if transfer.origin == self.rank and slot.place is None and own:
+            if transfer.origin == self.rank and slot.place is None and own and slot.relay == relays:
                 self._pack(slot)
 
     def sends(self, number: int, phase: int) -> list[Message]:
@@ -191,18 +197,19 @@ class RankExecutor:
                 yield fragment, lo, hi, values[at : at + math.prod(shape)].view(shape)
 
     def _pack(self, slot: _Slot) -> None:
-        assert self.source is not None
+        source = self.destination if slot.relay else self.source
+        assert source is not None
         if slot.copies is None:
             slot.copies = Copies()
             tensors = {one.tensor for one in slot.fragments}
-            fixed = {one for one in tensors if self.source.in_place(self._dtypes[one][0])}
+            fixed = {one for one in tensors if source.in_place(self._dtypes[one][0])}
             slot.made = frozenset(tensors - fixed)
             for fragment, lo, hi, box in self._boxes(slot, fixed) if fixed else ():
-                for part_lo, part_hi, view in self.source.windows(self._dtypes[fragment.tensor][0], lo, hi):
+                for part_lo, part_hi, view in source.windows(self._dtypes[fragment.tensor][0], lo, hi):
                     slot.copies.add(within(box, lo, part_lo, part_hi), view)
         slot.copies.run()
         for fragment, lo, hi, box in self._boxes(slot, slot.made) if slot.made else ():
-            for part_lo, part_hi, view in self.source.windows(self._dtypes[fragment.tensor][0], lo, hi):
+            for part_lo, part_hi, view in source.windows(self._dtypes[fragment.tensor][0], lo, hi):
                 copy_exact(within(box, lo, part_lo, part_hi), view)
 
     def _unpack(self, slot: _Slot) -> None:

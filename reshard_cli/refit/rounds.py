@@ -43,13 +43,13 @@ def run_rounds(
     if not count:
         return sent
     with timed("pack", told(0)):
-        executor.pack(0)
+        executor.pack(0, relays=False)
         network = start(0, NETWORK)
     domain: Pending | None = None
     for number in range(count + 1):
         if number + 1 < count:
             with timed("pack", told(number + 1)):
-                executor.pack(number + 1)
+                executor.pack(number + 1, relays=False)
         if domain is not None:
             with timed("domain", told(number - 1)):
                 domain.wait()
@@ -58,6 +58,9 @@ def run_rounds(
             on_round(number)
         if number == count:
             break
+        if number + 1 < count:
+            with timed("pack", told(number + 1)):
+                executor.pack(number + 1, relays=True)
         with timed("network", told(number)):
             network.wait()
             if number + 1 < count:

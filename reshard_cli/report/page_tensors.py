@@ -44,7 +44,9 @@ def network_bytes_by_pair(plan: Plan) -> Ints:
     crossing = entries.kind == NETWORK
     # the tensors of a class are cut alike, and each has all of the class's boxes
     of_class = np.bincount(
-        entries.tensor_class[crossing], entries.box_bytes[crossing], minlength=len(entries.classes)
+        entries.tensor_class[crossing],
+        (entries.box_bytes * entries.copies)[crossing],
+        minlength=len(entries.classes),
     )
     for one, amount in zip(entries.classes, of_class.astype(np.int64).tolist(), strict=True):
         found[one.tensors] = amount

@@ -203,7 +203,8 @@ def rounds_data(plan: Plan, name_of: NameOf) -> dict[str, Any]:
     total, busiest, who = [], [], []
     before = streams.start[chosen]
     for step in last.tolist():
-        after = _edges(plan, chosen, np.array([step], np.int64))[:, 0]
+        own = np.clip(step - streams.lag[chosen], 0, plan.cut_rounds)[:, None]
+        after = _edges(plan, chosen, own)[:, 0]
         amount = after - before
         before = after
         loads = np.concatenate([np.bincount(rank, amount, minlength=num_ranks) for rank in (sender, carrier)])

@@ -151,6 +151,11 @@ def _facts(report: dict[str, Any]) -> str:
         ),
         ("weights of a rank", f"{bytes_text(memory['source_bytes'])} on the fullest source rank, "
                               f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"),
+        *(
+            [("relays", f"{bytes_text(report['relays']['network_bytes'])} from one destination domain to the next")]
+            if report["relays"]["network_bytes"]
+            else []
+        ),
         ("inside domains", bytes_text(traffic["domain_bytes"])),
         ("kept on a rank", bytes_text(traffic["local_bytes"])),
         ("digest", report["digest"][:16]),

@@ -73,6 +73,10 @@ def plan_report(
         "balance": _balance(plan, chosen),
         "messages": count_messages(plan),
         "rounds": plan.num_rounds,
+        "relays": {
+            "network_bytes": int(plan.streams.num_bytes[plan.streams.lag > 0].sum()),
+            "rounds_behind": plan.streams.longest_lag,
+        },
         "memory": {"staging_bytes": staging, **memory_of(jobs, plan)},
         "limit_seconds": limit_seconds(plans["reshard"], hardware),
         "predicted": _predicted(predicted[mode], hardware),

@@ -60,6 +60,7 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
                             f"busiest receiver {balance['receive_max_over_best']:.3f} x"),
                 ("rounds", f"{report['rounds']} of at most {bytes_text(memory['staging_bytes'])} staging, "
                            f"{report['messages']} messages"),
+                *_relays(report["relays"]),
                 ("memory", f"weights of {bytes_text(memory['source_bytes'])} on the fullest source rank, "
                            f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"
                            + _landing(memory["landing_bytes"])),
@@ -86,6 +87,19 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
     _print_largest(report["largest"], console)
     if report["extra"]:
         console.print(f"left out, as only the source has them: {', '.join(report['extra'])}", highlight=False)
+
+
+def _relays(relays: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about what destination domains pass on to each other, or none."""
+    if not relays["network_bytes"]:
+        return []
+    told = f"{bytes_text(relays['network_bytes'])} of it from one destination domain to the next, up to "
+    return [
+        (
+            "relays",
+            f"{told}{relays['rounds_behind']} rounds behind: the source's NICs would be the bottleneck",
+        )
+    ]
 
 
 def _landing(landing: int) -> str:

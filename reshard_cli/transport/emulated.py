@@ -41,7 +41,7 @@ __all__ = [
 NIC = "nic0"
 _MTU = 9000  # jumbo frames, as training clusters have: headers take 0.7 % of the rate
 _BURST_SECONDS = 0.002  # how much of the rate a NIC may make up for after it was idle
-_QUEUE_SECONDS = 0.1
+_QUEUE_SECONDS = 0.1  # deep enough that no flow loses packets, as InfiniBand's flow control sees to
 _MIN_QUEUE = 1 << 20
 _MAX_NODES = 250
 _STORE_HOST = "10.78.255.254"
@@ -51,6 +51,7 @@ _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
 _CAPABILITIES = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}
 _SERIAL = itertools.count()
+_OWNED = re.compile(r"rsh(\d+)\.\d+-")  # how a cluster's namespaces start: with its maker's process id
 
 
 def parse_cluster(text: str) -> tuple[int, int]:
@@ -80,7 +81,8 @@ def parse_rate(text: str) -> int:
 def _check_nodes(num_nodes: int, ranks_per_node: int) -> None:
     if not 1 <= num_nodes <= _MAX_NODES or ranks_per_node < 1:
         raise DocumentError(
-            f"emulated cluster {num_nodes}x{ranks_per_node}: from 1 to {_MAX_NODES} nodes, of at least 1 rank each"
+            f"emulated cluster {num_nodes}x{ranks_per_node}: it can have 1 to {_MAX_NODES} nodes, "
+            "each of at least 1 rank"
         )
 
 
@@ -115,9 +117,6 @@ def remove_leftovers() -> list[str]:
             removed += namespace_names(prefix)
             remove_namespaces(prefix)
     return removed
-
-
-_OWNED = re.compile(r"rsh(\d+)\.\d+-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,8 @@ class EmulatedCluster:
     def counters(self) -> dict[str, tuple[int, int]]:
         """Return (bytes sent, bytes received) so far by each node's NIC, by the node's name.
 
-        The kernel's own counts, Ethernet headers and retransmissions included. Ranks may ask too. Cheap: a read of a file per node.
+        These are the kernel's own counts, headers and retransmissions included; what ranks of one node send
+        each other is not in them. Ranks may ask too. It costs one read of an open file per node.
         """
         return {
             node.name: _read_counters(opened, node.interface)
