@@ -88,7 +88,7 @@ def matrix_data(plan: Plan, name_of: NameOf) -> dict[str, Any]:
     crossing = streams.kind == NETWORK
     rows, columns = (
         make_axis(ranks, topology.domain, name_of, by_rank=by_rank, most=_MOST_CELLS)
-        for ranks in (topology.source, topology.destination)
+        for ranks in (_network_senders(plan), topology.destination)
     )
     network = _matrix(rows, columns, streams.sender[crossing], streams.carrier[crossing], size[crossing])
     sender, receiver, amount = _inside(plan)
@@ -109,6 +109,12 @@ def _inside(plan: Plan) -> tuple[Ints, Ints, Ints]:
     receiver = np.concatenate([streams.carrier[direct], neighbour])
     size = streams.num_bytes
     return sender, receiver, np.concatenate([size[direct], size[stream]])
+
+
+def _network_senders(plan: Plan) -> Ints:
+    """Return the source's ranks, and those of the destination that relay to other domains."""
+    streams = plan.streams
+    return np.union1d(plan.topology.source, streams.sender[streams.kind == NETWORK])
 
 
 def _inside_senders(plan: Plan) -> Ints:
@@ -151,6 +157,7 @@ def load_data(plan: Plan, name_of: NameOf) -> dict[str, list[dict[str, Any]]]:
     traffic: Traffic = traffic_of(plan)
     names = (plan.source.name, plan.destination.name)
     inside = _inside_senders(plan)
+    relays = " and relays" if streams.longest_lag else ""
     both = " and ".join(dict.fromkeys(names)) if len(inside) > len(topology.destination) else names[1]
 
     def chart(title: str, ranks: Ints, loads: Ints, best: float | None) -> dict[str, Any]:
@@ -160,7 +167,12 @@ def load_data(plan: Plan, name_of: NameOf) -> dict[str, list[dict[str, Any]]]:
 
     return {
         "nic": [
-            chart(f"Sending, {names[0]}", topology.source, traffic.send_network, streams.best_send),
+            chart(
+                f"Sending, {names[0]}{relays}",
+                _network_senders(plan),
+                traffic.send_network,
+                streams.best_send,
+            ),
             chart(
                 f"Receiving, {names[1]}", topology.destination, traffic.receive_network, streams.best_receive
             ),

@@ -98,6 +98,22 @@ def test_hundreds_of_ranks_are_shown_by_domain_and_the_page_stays_small():
     assert data["rounds"]["count"] == report["rounds"]
 
 
+def test_relays_are_senders_too(tmp_path):
+    jobs = make_jobs(
+        tmp_path,
+        model_document({f"w{i}": ((1024, 1024), "float32") for i in range(8)}),
+        {"ranks": 2, "domain": 2, "meshes": {"m": {"r": 2}}, "tensors": [{"match": "*", "place": {"r": "shard(0)"}}]},
+        {"ranks": 6, "domain": 2, "meshes": {"m": {"dp": 3, "tp": 2}},
+         "tensors": [{"match": "*", "place": {"tp": "shard(0)"}}]},
+    )  # fmt: skip
+    report, text = page_of(jobs)
+    data = Page(text).data
+    assert report["relays"]["network_bytes"] > 0
+    assert sum(data["matrix"]["network"]["bytes"]) == report["traffic"]["network_bytes"]
+    assert sum(data["loads"]["nic"][0]["busiest"]) == report["traffic"]["network_bytes"]
+    assert sum(data["rounds"]["total"]) == report["traffic"]["network_bytes"]
+
+
 def test_no_name_becomes_markup(tmp_path):
     jobs = make_jobs(
         tmp_path,
