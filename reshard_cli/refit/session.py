@@ -6,36 +6,31 @@ rank can say what it was doing.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import socket
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from reshard_cli.errors import DocumentError, TransferError, VerifyError
+from reshard_cli.errors import VerifyError
 from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.schedule import RankSchedule, rank_schedule
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.agreement import agree
+from reshard_cli.refit.clock import Clock
 from reshard_cli.refit.endpoints import Destination, check_target, open_source
-from reshard_cli.refit.environment import describe_environment, machine_place
+from reshard_cli.refit.environment import describe_environment
 from reshard_cli.refit.executor import RankExecutor
-from reshard_cli.refit.failing import report_failure
-from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
+from reshard_cli.refit.joining import join
+from reshard_cli.refit.prepare import Jobs, RefitOptions
+from reshard_cli.refit.ranked import run_ranked
 from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
 from reshard_cli.transport.launcher import World
-from reshard_cli.transport.store import connect_store
 from reshard_cli.weights.rank_folder import PendingFolder
 
 __all__ = ["Iteration", "RefitReport", "run_rank"]
@@ -71,21 +66,6 @@ class RefitReport:
     extra: list[str]
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Seconds by phase of one iteration."""
-
-    control: Control
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @contextlib.contextmanager
-    def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        self.control.phase(f"{name}{detail}")
-        began = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - began
-
-
 def run_rank(
     world: World,
     options: RefitOptions,
@@ -102,88 +82,25 @@ def run_rank(
     `on_report` is called on rank 0 at the end. One rank prints the message of a failure; all return its
     exit code. `tamper` is a seam for tests: it may change this rank's schedule before it is agreed on.
     """
-    control: Control | None = None
-    stop_watching: Callable[[], None] | None = None
-    folder: PendingFolder | None = None
-    rank = world.rank
-    try:
-        store = connect_store(world.host, world.port, options.timeout, serve=world.serves_store)
-        control = Control(store, rank, world.num_ranks, options.timeout)
-        stop_watching = control.watch(
-            lambda: connect_store(world.host, world.port, options.timeout), world.launcher
-        )
+
+    def body(
+        control: Control, undo: list[Callable[[], None]]
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
         control.phase("reading the documents")
         jobs = read()
-        control.name_of = lambda one: jobs.name_of(one, options.colocated)
-        if world.num_ranks != jobs.num_ranks(options.colocated):
-            raise DocumentError(
-                f"the documents need {jobs.num_ranks(options.colocated)} ranks ({jobs.source.name}: "
-                f"{jobs.source.num_ranks}, {jobs.destination.name}: {jobs.destination.num_ranks}), "
-                f"the world has {world.num_ranks}"
-            )
-        setup, plan, topology = _join(world, options, jobs, control)
+        setup, topology = join(control, world, options, jobs)
+        plan = build_plan(
+            jobs.source, jobs.destination, topology, options.mode,
+            staging=options.staging, allow_extra=options.allow_extra,
+        )  # fmt: skip
         folder = check_target(options.target, setup["token"])
+        if folder is not None:
+            undo.append(folder.discard)
         session = _Session(options, jobs, plan, topology, control, setup, folder)
         report = session.run(progress, tamper)
-        control.phase("closing")
-        control.barrier("end", "closing")
-        session.close()
-        stop_watching()
-        if report is not None:
-            on_report(report)
-        control.ended()
-        if world.serves_store:
-            control.outlast(options.timeout)
-        return 0
-    except KeyboardInterrupt:
-        code = report_failure(
-            control, TransferError(f"rank {rank} was interrupted", rank), world, debug=debug
-        )
-    except Exception as error:  # noqa: BLE001 - reported, and the process ended: no peer is left waiting
-        code = report_failure(control, error, world, debug=debug)
-    if folder is not None:
-        folder.discard()
-    sys.stderr.flush()
-    os._exit(code)  # no teardown: groups may have work in flight, and would abort the process
+        return session.close, lambda: None if report is None else on_report(report)
 
-
-def _join(
-    world: World, options: RefitOptions, jobs: Jobs, control: Control
-) -> tuple[dict[str, Any], Plan, Topology]:
-    """Meet all ranks; settle the backend and the domains, which depend on the machines; make the plan."""
-    control.phase("joining")
-    here = {
-        "host": socket.gethostname(),
-        "gpu": torch.cuda.is_available(),
-        "place": machine_place(world.local_rank),
-    }
-    everybody = control.gather("join", here, "joining")
-    setup: dict[str, Any] = {}
-    if everybody is not None:
-        gpus = all(one["gpu"] for one in everybody)
-        if options.backend == "nccl" and not gpus:
-            lacking = next(rank for rank, one in enumerate(everybody) if not one["gpu"])
-            raise DocumentError(f"--backend nccl: {control.name_of(lacking)} has no GPU; use gloo or auto")
-        backend = ("nccl" if gpus else "gloo") if options.backend == "auto" else options.backend
-        setup = {
-            "backend": backend,
-            "places": [one["place"] for one in everybody],
-            "hosts": len({one["host"] for one in everybody}),
-            "token": secrets.token_hex(4),
-        }
-    setup = {**control.share("setup", setup, "joining"), "local_rank": world.local_rank}
-    control.phase("planning")
-    if options.domain == "auto":
-        topology = Topology.of_machine(
-            jobs.source.num_ranks, jobs.destination.num_ranks, setup["places"], colocated=options.colocated
-        )
-    else:
-        topology = jobs.topology(parse_domain(options.domain), options.colocated)
-    plan = build_plan(
-        jobs.source, jobs.destination, topology, options.mode,
-        staging=options.staging, allow_extra=options.allow_extra,
-    )  # fmt: skip
-    return setup, plan, topology
+    return run_ranked(world, options.timeout, body, debug=debug)
 
 
 class _Session:
@@ -236,7 +153,7 @@ class _Session:
         executor: RankExecutor | None = None
         destination: Destination | None = None
         for version in range(1, self.options.iterations + 1):
-            clock = _Clock(self.control)
+            clock = Clock(self.control)
             began = time.perf_counter()
             with clock.phase("bind"):
                 if executor is None or self.folder is not None or self.options.origin == "synthetic":
@@ -289,7 +206,7 @@ class _Session:
         windows = None if destination is None else destination.windows
         return RankExecutor(self.plan, schedule, source, windows, self.device)
 
-    def _rounds(self, executor: RankExecutor, clock: _Clock, progress: Progress | None) -> None:
+    def _rounds(self, executor: RankExecutor, clock: Clock, progress: Progress | None) -> None:
         assert self.transport is not None
 
         def done(rounds: int) -> None:
@@ -328,7 +245,7 @@ class _Session:
             self.folder.publish()
         self.control.barrier(f"published/{version}", "committing")
 
-    def _gathered(self, version: int, seconds: float, clock: _Clock) -> Iteration | None:
+    def _gathered(self, version: int, seconds: float, clock: Clock) -> Iteration | None:
         own = {
             "seconds": seconds,
             "phases": dict(clock.seconds),

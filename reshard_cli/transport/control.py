@@ -64,14 +64,20 @@ class Control:
 
     # ---- phases and failures ---------------------------------------------------------------------
 
-    def phase(self, text: str) -> None:
-        """Tell what this rank is doing now, so that a message about it can say so."""
+    def phase(self, text: str, *, at_once: bool = True) -> None:
+        """Tell what this rank is doing now, so that a message about it can say so.
+
+        Inside a round there is no time to tell it `at_once`: the watchdog does so with its next beat.
+        """
         if text != self._phase:
             self._phase = text
-            self.store.set(f"phase/{self.rank}", text)
+            if at_once:
+                self.store.set(f"phase/{self.rank}", text)
 
     def phase_of(self, rank: int) -> str:
         """Return what a rank was doing last."""
+        if rank == self.rank:
+            return self._phase
         key = f"phase/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else "starting"
 
@@ -182,8 +188,12 @@ class Control:
             with contextlib.suppress(RuntimeError, TransferError):
                 watcher = Control(connect(), self.rank, self.num_ranks, self.timeout, self.name_of)
                 beat = 0
+                told = ""
                 while not stop.wait(_WATCH):
                     beat += 1
+                    if self._phase != told:
+                        told = self._phase
+                        watcher.store.set(f"phase/{self.rank}", told)
                     watcher.store.set(f"alive/{self.rank}", str(beat))
                     if parent is not None and os.getppid() != parent:
                         os._exit(TransferError.exit_code)

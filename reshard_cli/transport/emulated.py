@@ -17,7 +17,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,13 +98,13 @@ def why_unavailable() -> str | None:
     lacking = [name for name in ("ip", "tc") if find_tool(name) is None]
     if lacking:
         return f"it needs iproute2 (no {' and no '.join(lacking)} found): apt-get install iproute2"
+    if os.geteuid() != 0:
+        return "it needs root (network namespaces and traffic shaping): use sudo"
     status = Path("/proc/self/status").read_text(encoding="ascii")
     effective = int(status.partition("CapEff:")[2].split()[0], 16)
     missing = [name for bit, name in _CAPABILITIES.items() if not effective >> bit & 1]
-    if os.geteuid() != 0 or missing:
-        return "it needs root" + (
-            f" with {' and '.join(missing)} (docker run --privileged)" if os.geteuid() == 0 else ": use sudo"
-        )
+    if missing:
+        return f"this root lacks {' and '.join(missing)}: start the container with --privileged"
     return None
 
 
@@ -268,23 +268,31 @@ def launch_emulated(
         return launch(num_ranks, timeout, run, host=cluster.store_host, enter=enter)
 
 
-def _run(words: list[str], text: str = "") -> None:
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+def _run(tool: str, arguments: list[str], commands: Sequence[str] = ()) -> None:
+    """Run `ip` or `tc`, with commands on its standard input. Raises DocumentError with what it says."""
+    done = subprocess.run(
+        [find_tool(tool) or tool, *arguments],
+        input="".join(f"{command}\n" for command in commands),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        told = " ".join([" ".join(words[1:]), text.replace("\n", "; ")]).strip()
+        reason = done.stderr.strip().partition("\n")[0]
         raise DocumentError(
-            f"an emulated cluster cannot be made here: {Path(words[0]).name} {told}: {done.stderr.strip()} "
-            "(it needs root, network namespaces, veth, bridge and tbf in the kernel)"
+            f"an emulated cluster cannot be made here: {tool} {'; '.join(commands) or ' '.join(arguments)}: "
+            f"{reason}\n"
+            "It needs network namespaces, and veth, bridge and tbf in the kernel."
         )
 
 
-def _batch(tool: str, namespace: str, commands: list[str]) -> None:
-    _run([find_tool(tool) or tool, "-n", namespace, "-batch", "-"], "\n".join(commands) + "\n")
+def _batch(tool: str, namespace: str, commands: Sequence[str]) -> None:
+    _run(tool, ["-n", namespace, "-batch", "-"], commands)
 
 
 def _make_namespace(name: str) -> None:
     """Make a namespace in which nobody talks unasked, and no transfer remembers how the last one went."""
-    _run([find_tool("ip") or "ip", "netns", "add", name])
+    _run("ip", ["netns", "add", name])
     with _inside(name):
         Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1", encoding="ascii")
         for kind in ("all", "default"):
