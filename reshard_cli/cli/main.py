@@ -164,6 +164,52 @@ def refit(
 
 
 @app.command()
+def bench(
+    source: Source,
+    destination: Destination,
+    modes: Annotated[
+        str, typer.Option("--modes", metavar="a,b,...", help="the modes to measure, in turn")
+    ] = "broadcast,hybrid-ffn,reshard,hybrid",
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="refits of each mode that do not count")] = 2,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="refits of each mode that do")] = 7,
+    model: ModelFlag = None,
+    verify: Annotated[bool, typer.Option("--verify", help="compare every element, once a mode")] = False,
+    emulate: Annotated[
+        str | None,
+        typer.Option("--emulate", metavar="NxM", help="on N emulated nodes of M ranks (root, iproute2)"),
+    ] = None,
+    nic: Annotated[
+        str, typer.Option("--nic", metavar="RATE", help="with --emulate: each node's NIC, as 1gbit")
+    ] = "1gbit",
+    staging: StagingFlag = 512,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="longest wait for a peer")] = 120,
+    backend: Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")] = (
+        BackendName.auto
+    ),
+    domain: DomainFlag = None,
+    json: JsonFlag = None,
+    csv: Annotated[
+        str | None, typer.Option("--csv", metavar="FILE", help="write every repeat's seconds")
+    ] = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Measure refits of synthetic weights in memory: interleaved repeats, medians, bytes planned and counted."""
+    from reshard_cli.cli.bench import run_bench
+    from reshard_cli.refit.prepare import RefitOptions
+
+    if timeout <= 0:
+        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
+    run_bench(
+        RefitOptions(
+            source=source, destination=destination, model=model, verify=verify, staging=_bytes_of(staging),
+            timeout=timeout, backend=backend.value, domain=domain,
+        ),
+        modes=modes, warmup=warmup, repeats=repeats, emulate=emulate, nic=nic, json_file=json, csv_file=csv,
+        debug=debug,
+    )  # fmt: skip
+
+
+@app.command()
 def layouts(
     name: Annotated[
         str | None,

@@ -19,8 +19,10 @@ from reshard_cli.transport.control import Control
 __all__ = ["agree"]
 
 
-def agree(control: Control, plan: Plan, schedule: RankSchedule, options: RefitOptions) -> None:
-    """Compare this rank's plan with everybody's.
+def agree(
+    control: Control, plan: Plan, schedule: RankSchedule, options: RefitOptions, key: str = "plan"
+) -> None:
+    """Compare this rank's plan with everybody's. `key`: another one for each plan of a session.
 
     Raises TransferError naming the rank that came with something else, and what.
     """
@@ -41,11 +43,11 @@ def agree(control: Control, plan: Plan, schedule: RankSchedule, options: RefitOp
     }
     digests = pair_digests(schedule)
     pairs = [[origin, target, digest] for (origin, target), digest in digests.items()]
-    everybody = control.gather("facts", {"facts": facts, "pairs": pairs}, "comparing plans")
+    everybody = control.gather(f"facts/{key}", {"facts": facts, "pairs": pairs}, "comparing plans")
     if everybody is not None:
         _compare_facts(control, [one["facts"] for one in everybody])
         _compare_pairs(control, [one["pairs"] for one in everybody])
-    control.share("agreed", 1, "comparing plans")
+    control.share(f"agreed/{key}", 1, "comparing plans")
 
 
 def _compare_facts(control: Control, facts: list[dict[str, Any]]) -> None:

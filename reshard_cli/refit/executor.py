@@ -84,11 +84,11 @@ class RankExecutor:
         self._device = device
         self._dtypes = [(pair.name, pair.wire_dtype) for pair in plan.pairs]
         self._rounds = [self._prepared(number, blocks) for number, blocks in enumerate(schedule.rounds)]
-        sizes = [
+        self.arena_bytes = [
             max((one.staged for one in self._rounds[turn::IN_FLIGHT]), default=0) for turn in range(IN_FLIGHT)
         ]
-        self.peak_staging_bytes = sum(sizes)
-        self._arenas = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.peak_staging_bytes = sum(self.arena_bytes)
+        self._arenas: list[Tensor] = []
 
     @property
     def num_rounds(self) -> int:
@@ -139,9 +139,17 @@ class RankExecutor:
         relay = transfer.origin == self.rank and transfer.blocks[0].relay
         return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena, relay)
 
+    def lend(self, arenas: list[Tensor]) -> None:
+        """Use these arenas, of `arena_bytes` at least, instead of its own: executors that take turns share them."""
+        self._arenas = arenas
+
     def _bytes(self, slot: _Slot) -> Tensor:
         if slot.place is not None:
             return slot.place
+        if not self._arenas:
+            self._arenas = [
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in self.arena_bytes
+            ]
         return self._arenas[slot.arena][slot.offset : slot.offset + slot.num_bytes]
 
     def receives(self, number: int, phase: int) -> list[Message]:

@@ -71,7 +71,7 @@ def wait_until_gone(prefix: str, seconds: float = 15) -> None:
 
 
 def transfer(cluster: EmulatedCluster, flows: Sequence[tuple[int, int]], size: int) -> float:
-    """Send `size` bytes by plain TCP in each flow (from node, to node) at once; return bytes per second of all."""
+    """Send `size` bytes by plain TCP in each (from node, to node) at once; return the bytes per second."""
     go = threading.Event()
     threads = []
 
@@ -204,7 +204,7 @@ def test_a_command_runs_on_its_node(cluster):
 
 
 def start_maker(what: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start this file as the maker of a cluster; return it once that is there, with its guard's pid and others."""
+    """Start this file as the maker of a cluster; return it once that is there, with pids that it tells."""
     maker = subprocess.Popen(
         [sys.executable, "-m", __name__, what],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
