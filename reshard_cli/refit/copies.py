@@ -1,14 +1,17 @@
 """Copies between a rank's tensors and its staging, found once and run at every refit.
 
-On the CPU they run as numpy's copies, which take a third of a microsecond each where torch's take two: a model
-of many small tensors is packed at memory speed. On a GPU, and where dtypes differ, they run as one batch of torch.
+On the CPU they run as numpy's copies, from a loop that is not Python's: a fifth of a microsecond each where torch
+takes two, so that a model of many small tensors is packed almost at memory speed. On a GPU, and where dtypes
+differ, they run as one batch of torch.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import repeat
+from operator import setitem
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +24,8 @@ class Copies:
     """A list of copies; the views that it holds have to stay where they are."""
 
     def __init__(self) -> None:
-        self._arrays: list[tuple[Any, Any]] = []
+        self._array_targets: list[Any] = []
+        self._array_sources: list[Any] = []
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
 
@@ -30,15 +34,15 @@ class Copies:
         if target.dtype == source.dtype:
             target, source = raw(target), raw(source)
             if target.device.type == source.device.type == "cpu":
-                self._arrays.append((target.numpy(), source.numpy()))
+                self._array_targets.append(target.numpy())
+                self._array_sources.append(source.numpy())
                 return
         self._targets.append(target)
         self._sources.append(source)
 
     def run(self) -> None:
         """Run all of them."""
-        copy = np.copyto
-        for target, source in self._arrays:
-            copy(target, source)
+        assignments = map(setitem, self._array_targets, repeat(Ellipsis), self._array_sources)
+        deque(assignments, maxlen=0)  # runs them all
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)

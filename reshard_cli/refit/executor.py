@@ -64,8 +64,7 @@ class _Round:
 class RankExecutor:
     """Runs one rank's schedule. Slots, views and copies are found once and serve every later refit.
 
-    Rounds take turns in `IN_FLIGHT` arenas, so that one can be packed while another is on the network and a
-    third is passed on and unpacked.
+    Rounds take turns in `IN_FLIGHT` arenas, so that one can be packed while another is on the network.
     """
 
     def __init__(
@@ -158,15 +157,15 @@ class RankExecutor:
         chosen = ready.network if phase == NETWORK else ready.domain
         return [Message(t.origin, self._bytes(slot)) for t, slot in chosen if t.target == self.rank]
 
-    def pack(self, number: int, *, relays: bool) -> None:
-        """Pack what this rank sends of its own in a round, in both phases; or what it relays to other domains.
+    def pack(self, number: int) -> None:
+        """Pack what this rank sends in a round of its own, in both phases, and what it relays to other domains.
 
-        Relays send from the storages, so that what they send must have been unpacked: two rounds before.
+        Relays send from the storages: what they send was unpacked two rounds before.
         """
         ready = self._rounds[number]
         for transfer, slot in (*ready.network, *ready.domain):
             own = transfer.blocks[0].sender == self.rank
-            if transfer.origin == self.rank and slot.place is None and own and slot.relay == relays:
+            if transfer.origin == self.rank and slot.place is None and own:
                 self._pack(slot)
 
     def sends(self, number: int, phase: int) -> list[Message]:

@@ -24,8 +24,7 @@ def run_in_process(executors: Mapping[int, RankExecutor]) -> int:
     moved = 0
     for number in range(max((one.num_rounds for one in executors.values()), default=0)):
         for executor in executors.values():
-            executor.pack(number, relays=False)
-            executor.pack(number, relays=True)
+            executor.pack(number)
         for phase in (NETWORK, DOMAIN):
             sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
             awaited: dict[tuple[int, int], list[Message]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Runs a rank's rounds as a pipeline: one is packed, one is on the network, one is passed on and unpacked.
+"""Runs a rank's rounds as a pipeline, so that the network always has a round to work on.
 
-While round i is on the network, round i + 1 is packed, and inside its domain round i - 1 is passed on and then
-unpacked. Three rounds share the staging, so that none waits for another's memory.
+While round i is on the network, round i - 1 is passed on inside the domain and unpacked, and round i + 1 is packed
+and started behind it. Two rounds share the staging: the next one is packed where the last but one has been.
 """
 
 from __future__ import annotations
@@ -43,28 +43,21 @@ def run_rounds(
     if not count:
         return sent
     with timed("pack", told(0)):
-        executor.pack(0, relays=False)
+        executor.pack(0)
         network = start(0, NETWORK)
-    domain: Pending | None = None
-    for number in range(count + 1):
+    for number in range(count):
+        following: Pending | None = None
         if number + 1 < count:
             with timed("pack", told(number + 1)):
-                executor.pack(number + 1, relays=False)
-        if domain is not None:
-            with timed("domain", told(number - 1)):
-                domain.wait()
-            with timed("unpack", told(number - 1)):
-                executor.finish(number - 1)
-            on_round(number)
-        if number == count:
-            break
-        if number + 1 < count:
-            with timed("pack", told(number + 1)):
-                executor.pack(number + 1, relays=True)
+                executor.pack(number + 1)
+                following = start(number + 1, NETWORK)
         with timed("network", told(number)):
             network.wait()
-            if number + 1 < count:
-                network = start(number + 1, NETWORK)
         with timed("domain", told(number)):
-            domain = start(number, DOMAIN)
+            start(number, DOMAIN).wait()
+        with timed("unpack", told(number)):
+            executor.finish(number)
+        on_round(number + 1)
+        if following is not None:
+            network = following
     return sent

@@ -2,7 +2,9 @@
 
 Each comparison runs its sides in turn, in one world of real processes, and prints medians of the slowest rank:
 
-    refit        a refit of 256 MiB over a bare gloo exchange of the same bytes between the same pairs
+    rows         a refit of 256 MiB over a bare gloo exchange of the same bytes between the same pairs: shards of
+                 rows to whole tensors, which lie in one piece on both sides
+    columns      the same for shards of rows to shards of columns: every row of a box has to be packed
     small        20,000 tensors of 1 KiB over one tensor of their sum
     checkpoint   from a checkpoint in the page cache over from memory
     first byte   what a repeated refit does before its first message
@@ -124,10 +126,12 @@ def compared(
     return {name: float(np.median(values)) for name, values in found.items() if values}
 
 
-def documents(folder: Path, model: dict[str, Any]) -> Jobs:
-    """Write TP2 -> TP1 x DP2 over this model (each rank a domain of its own); return the jobs."""
+def documents(
+    folder: Path, model: dict[str, Any], source: str = "shard(0)", destination: str = "shard(0)"
+) -> Jobs:
+    """Write two jobs of two ranks that cut this model's tensors so; return them."""
     (folder / "model.yaml").write_text(yaml.safe_dump(model), encoding="utf-8")
-    rules = {"train": {"tp": "shard(0)"}, "infer": {"tp": "shard(1)"}}
+    rules = {"train": {"tp": source}, "infer": {"tp": destination}}
     for name, place in rules.items():
         job = {"name": name, "ranks": 2, "domain": 2, "meshes": {"m": {"tp": 2}},
                "tensors": [{"match": "*", "place": place}]}  # fmt: skip
@@ -145,26 +149,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     repeats = parser.parse_args().repeats
     with tempfile.TemporaryDirectory() as folder:
-        _refit(Path(folder), repeats)
+        _refit(Path(folder), repeats, "rows", "shard(0)", "replicate")
+        _refit(Path(folder), repeats, "columns", "shard(0)", "shard(1)")
         _small(Path(folder), repeats)
         _checkpoint(Path(folder), repeats)
         _loop(Path(folder))
 
 
-def _refit(folder: Path, repeats: int) -> None:
-    jobs = documents(folder, model_of({f"layers.{i}.w": [2048, 2048] for i in range(16)}))
+def _refit(folder: Path, repeats: int, name: str, source: str, destination: str) -> None:
+    jobs = documents(
+        folder, model_of({f"layers.{i}.w": [2048, 2048] for i in range(16)}), source, destination
+    )
 
     def work(control: Control, transport: GlooTransport) -> None:
         side = Side(control, jobs, "synthetic")
         found = compared(control, transport, {"refit": side.refit, "bare": side.bare}, repeats)
         if found:
             print(
-                f"refit        {found['refit']:.3f} s, bare {found['bare']:.3f} s: {found['refit'] / found['bare']:.2f} x"
+                f"{name:12} {found['refit']:.3f} s, bare {found['bare']:.3f} s: {found['refit'] / found['bare']:.2f} x"
             )
             seconds = []
             for _ in range(20):
                 began = time.perf_counter()
-                side.executor.pack(0, relays=False)
+                side.executor.pack(0)
                 side.executor.sends(0, NETWORK)
                 side.executor.receives(0, NETWORK)
                 seconds.append(time.perf_counter() - began)
