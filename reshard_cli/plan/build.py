@@ -27,10 +27,10 @@ PLAN_VERSION = 1
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
 _BLOCK_PADDING = 16
 IN_FLIGHT = 2  # rounds that share the staging: one is packed while the other is on the network
-_OVERLAPPING = 8  # rounds from which filling and draining that pipeline is no matter
+_OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no matter
 _RELAYED = 128  # rounds with relays, which lag some rounds behind
 _WORTH_RELAYS = 1.1  # how many times fewer bytes of the busiest NIC are worth them
-_LEAST_ROUND = 1 << 22  # bytes of the busiest rank below which a round is not worth its messages
+_LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not worth its messages
 
 
 @dataclass(slots=True)
