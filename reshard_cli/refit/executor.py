@@ -138,6 +138,11 @@ class RankExecutor:
         relay = transfer.origin == self.rank and transfer.blocks[0].relay
         return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena, relay)
 
+    @property
+    def arenas(self) -> list[Tensor]:
+        """The staging memory; empty before the first message is packed or received."""
+        return self._arenas
+
     def lend(self, arenas: list[Tensor]) -> None:
         """Use these arenas, of `arena_bytes` at least, instead of its own: executors that take turns share them."""
         self._arenas = arenas

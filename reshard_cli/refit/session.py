@@ -32,6 +32,7 @@ from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import Transport, open_transport
 from reshard_cli.transport.launcher import World
 from reshard_cli.weights.rank_folder import PendingFolder
+from reshard_cli.weights.windows import Source
 
 __all__ = ["Iteration", "RefitReport", "run_rank"]
 
@@ -156,12 +157,17 @@ class _Session:
             clock = Clock(self.control)
             began = time.perf_counter()
             with clock.phase("bind"):
-                if executor is None or self.folder is not None or self.options.origin == "synthetic":
-                    if destination is None or self.folder is not None:
-                        destination = self._destination(version)
+                if executor is None or self.folder is not None:
+                    destination = self._destination(version)
+                    lent = [] if executor is None else executor.arenas
                     executor = self._executor(schedule, destination, version)
-                elif destination is not None:
-                    destination.zero_padding()
+                    executor.lend(lent)
+                else:
+                    if self.options.origin == "synthetic":
+                        # another version's values, which are made when asked for: no view of them was kept
+                        executor.source = self._source(version)
+                    if destination is not None:
+                        destination.zero_padding()
             self._rounds(executor, clock, progress)
             if destination is not None and destination.landing is not None:
                 with clock.phase("cast"):
@@ -191,20 +197,19 @@ class _Session:
             return None
         return Destination.create(self.plan, self.destination_rank, self.folder, version, self.device)
 
+    def _source(self, version: int) -> Source | None:
+        if self.source_rank is None:
+            return None
+        source, _ = open_source(
+            self.options.origin, self.plan, [self.source_rank], version, allow_extra=self.options.allow_extra
+        )
+        return source
+
     def _executor(
         self, schedule: RankSchedule, destination: Destination | None, version: int
     ) -> RankExecutor:
-        source = None
-        if self.source_rank is not None:
-            source, _ = open_source(
-                self.options.origin,
-                self.plan,
-                [self.source_rank],
-                version,
-                allow_extra=self.options.allow_extra,
-            )
         windows = None if destination is None else destination.windows
-        return RankExecutor(self.plan, schedule, source, windows, self.device)
+        return RankExecutor(self.plan, schedule, self._source(version), windows, self.device)
 
     def _rounds(self, executor: RankExecutor, clock: Clock, progress: Progress | None) -> None:
         assert self.transport is not None
