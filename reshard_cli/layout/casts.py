@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reshard_cli.spec.casts import SCALE_SUFFIX, Blockwise, block_of, parse_cast, scale_shape
+from reshard_cli.spec.casts import SCALE_SUFFIX, Blockwise, block_of, parse_cast, scale_shape, weight_of_scale
 from reshard_cli.spec.layout_document import LoadedLayout
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
@@ -55,6 +55,8 @@ class Casts:
         known = {tensor.name: tensor for tensor, _ in tensors}
         for tensor, logical in tensors:
             found.append((tensor, logical))
+            if weight_of_scale(tensor.name) in known:
+                continue  # a pattern for weights may fit the names of their scales too
             asked = self.cast_of(tensor)
             cast = asked[0] if asked is not None and isinstance(asked[0], Blockwise) else None
             scale = known.get(tensor.name + SCALE_SUFFIX)

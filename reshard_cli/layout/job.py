@@ -110,7 +110,8 @@ class _Builder:
         self.casts = Casts(self.loaded, self.rule_of, self.add)
         self.numbered = any(has_digit(pattern.text) for pattern in self.loaded.matches)
         self.by_name = {tensor.name: tensor for tensor in self.model.tensors}
-        self.stages = Stages.of(self.loaded, self.model)
+        held = [tensor for tensor in self.model.tensors if not self.loaded.leaves_out(tensor.name)]
+        self.stages = Stages.of(self.loaded, replace(self.model, tensors=tuple(held)))
         self.geometries: list[Holdings] = []
         self.keys: dict[object, int] = {}
         self.problems: dict[tuple[KeyPath, str], tuple[Problem, int]] = {}
@@ -369,10 +370,17 @@ class _Builder:
                 message = f"{list(own.shape)} cannot equal {target!r} {list(original.shape)}"
                 self.add(("alias", name), "shape", message)
                 continue
+            if original.has_experts != ("{expert}" in name):
+                self.add(
+                    ("alias", name), "experts", f"both names have {{expert}} or none; {target!r} differs"
+                )
+                continue
             layer = template_of(normalise(name))[1]
             found.append(
                 (
-                    LogicalTensor(normalise(name), original.shape, original.dtype, layer),
+                    LogicalTensor(
+                        normalise(name), original.shape, original.dtype, layer, original.has_experts
+                    ),
                     original.name,
                 )
             )

@@ -102,7 +102,7 @@ def build_plan(
     coarse = max(1, min(_COARSE, staging // 64))
     streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
     least = _OVERLAPPING
-    chosen = _relayed(entries, streams, topology, coarse)
+    chosen = _relayed(entries, streams, topology, coarse, pairs)
     if chosen is not None:
         entries, streams = chosen
         least = _RELAYED
@@ -117,13 +117,19 @@ def build_plan(
 
 
 def _relayed(
-    entries: Entries, streams: Streams, topology: Topology, coarse: int
+    entries: Entries, streams: Streams, topology: Topology, coarse: int, pairs: list[TensorPair]
 ) -> tuple[Entries, Streams] | None:
     """Return entries and streams with relays where they make the busiest NIC's bytes clearly fewer, else None."""
     ratio = streams.best_send / streams.best_receive if streams.best_receive else 0.0
     if ratio < _WORTH_RELAYS:
         return None
-    made = chained(entries, ratio)
+    # what travels whole is not kept whole; what is widened on arrival need not come back bit for bit
+    same = [pair.quantised is not None or pair.wire_dtype == pair.destination_dtype for pair in pairs]
+    kept = [
+        one.route == "reshard" and all(same[tensor] for tensor in one.tensors.tolist())
+        for one in entries.classes
+    ]
+    made = chained(entries, ratio, np.array(kept, bool))
     if made is None:
         return None
     fewer = chained_streams(*made, topology.rails(), quantum_of(made[0], coarse), topology.num_ranks)

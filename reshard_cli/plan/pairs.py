@@ -79,7 +79,8 @@ def pair_tensors(
             one, other = list(held[0].shape), list(wanted[0].shape)
             faults.append(f"tensor {name!r}: the source has shape {one}, the destination {other}")
             continue
-        fault = _dtype_fault(held, wanted) or _scale_fault(held, wanted, want)
+        scaled = held[0].dtype.startswith("float8") and name + SCALE_SUFFIX in have
+        fault = _dtype_fault(held, wanted) or _scale_fault(held, wanted, want, scaled=scaled)
         if fault:
             faults.append(f"tensor {name!r}: {fault}")
             continue
@@ -116,15 +117,23 @@ def _dtype_fault(held: list[HeldTensor], wanted: list[HeldTensor]) -> str | None
 
 
 def _scale_fault(
-    held: list[HeldTensor], wanted: list[HeldTensor], want: Mapping[str, list[HeldTensor]]
+    held: list[HeldTensor], wanted: list[HeldTensor], want: Mapping[str, list[HeldTensor]], *, scaled: bool
 ) -> str | None:
-    """Say what is wrong where one side's values mean something only together with block scales."""
+    """Say what is wrong where one side's values mean something only together with scales.
+
+    scaled: the source has scales for it, be they those of blocks or others.
+    """
     mine, theirs = held[0], wanted[0]
-    if mine.block is not None and (theirs.dtype != mine.dtype or mine.name + SCALE_SUFFIX not in want):
+    scales = mine.logical + SCALE_SUFFIX
+    if scaled and (theirs.dtype != mine.dtype or scales not in want):
         return (
             f"the source has it in {mine.dtype} with block scales, without which its values mean nothing; "
-            f"the destination has to take it in {mine.dtype}, with {mine.name + SCALE_SUFFIX!r}"
+            f"the destination has to take it in {mine.dtype}, with {scales!r}"
         )
+    names = {one.name for one in want.get(scales, ())}
+    alone = next((one.name for one in wanted if scaled and one.name + SCALE_SUFFIX not in names), None)
+    if alone is not None:
+        return f"its alias {alone!r} would be without scales; write alias: {{{alone + SCALE_SUFFIX}: {scales}}} too"
     if mine.block is None and theirs.block is not None and mine.dtype.startswith("float8"):
         return f"the source has it in {mine.dtype} without scales, the destination wants it with block scales"
     return None

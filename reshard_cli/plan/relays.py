@@ -29,6 +29,7 @@ from reshard_cli.plan.streams import (
 
 __all__ = ["LAG", "Chains", "chained", "chained_streams"]
 
+Booleans = np.ndarray[tuple[int], np.dtype[np.bool_]]
 LAG = 2  # rounds between two hops: the network, then the domain's exchange and unpacking
 
 
@@ -46,11 +47,12 @@ class Chains:
         return found
 
 
-def chained(entries: Entries, ratio: float) -> tuple[Entries, Chains] | None:
+def chained(entries: Entries, ratio: float, kept: Booleans) -> tuple[Entries, Chains] | None:
     """Return the entries with each box once for a chain of domains, or None where no box has several domains.
 
     ratio: how many times the source's busiest NIC has more to send than the destination's busiest has to take.
-    A box that k domains want gets k / ratio chains, rounded down, and one at least.
+    A box that k domains want gets k / ratio chains, rounded down, and one at least. kept [classes]: whether
+    destination ranks keep what they take as it travels, so that they can send it on.
     """
     crossing = np.nonzero(entries.kind == NETWORK)[0]
     order = np.lexsort((entries.wanters[crossing], entries.box[crossing], entries.tensor_class[crossing]))
@@ -61,9 +63,7 @@ def chained(entries: Entries, ratio: float) -> tuple[Entries, Chains] | None:
     if not len(rows) or count.max() < 2:
         return None
     chains = np.maximum(1, np.floor(count / ratio).astype(np.int64))
-    # what travels whole is not kept whole, so that nobody could pass it on later
-    whole = np.array([one.route == "broadcast" for one in entries.classes], bool)
-    chains = np.where(whole[entries.tensor_class[rows[first]]], count, chains)
+    chains = np.where(kept[entries.tensor_class[rows[first]]], chains, count)
     if np.all(chains == count):
         return None
     box = np.repeat(np.arange(len(first)), count)

@@ -247,14 +247,14 @@ class _Checker:
 
     def padding(self, where: KeyPath, rule: TensorRule) -> None:
         for dim, multiple in rule.pad.items():
-            if not dim.isdigit():
+            if not (dim.isascii() and dim.isdigit()):
                 self.add((*where, "pad", dim), f"a dim is a whole number from 0, not {dim!r}")
             if not 1 <= multiple <= 1 << 40:
                 self.add((*where, "pad", dim), f"a multiple is at least 1 and at most 2**40, not {multiple}")
 
     def blocks(self, where: KeyPath, rule: TensorRule) -> None:
         for number, (dim, sizes) in enumerate(rule.blocks.items()):
-            if not dim.isdigit():
+            if not (dim.isascii() and dim.isdigit()):
                 self.add((*where, "blocks", dim), f"a dim is a whole number from 0, not {dim!r}")
             if rule.pad:
                 self.add((*where, "blocks", dim), "a tensor is cut in blocks or padded, not both")
@@ -293,7 +293,7 @@ class _Checker:
         for operand, rows in rule.unzip.items():
             if rule.interleave is None:
                 self.add((*where, "unzip"), "goes with `interleave`")
-            elif not operand.isdigit() or int(operand) >= self._operands(rule):
+            elif not (operand.isascii() and operand.isdigit()) or int(operand) >= self._operands(rule):
                 self.add((*where, "unzip", operand), f"operands are numbered 0 to {self._operands(rule) - 1}")
             elif rows < 1:
                 self.add((*where, "unzip", operand), f"a run has at least 1 row, not {rows}")

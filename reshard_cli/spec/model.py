@@ -110,8 +110,10 @@ def group_experts(tensors: Iterable[LogicalTensor]) -> list[LogicalTensor]:
             found[tensor.name] = replace(tensor, layer=layer)
             continue
         experts = found.setdefault(fill(template, layer=layer), {})
-        if isinstance(experts, dict):
+        if isinstance(experts, dict) and expert not in experts:
             experts[expert] = replace(tensor, layer=layer)
+        else:  # as 00 beside 0: a tensor of its own
+            found[tensor.name] = replace(tensor, layer=layer)
     grouped: list[LogicalTensor] = []
     for name, one in found.items():
         if isinstance(one, LogicalTensor):
@@ -129,7 +131,9 @@ def group_experts(tensors: Iterable[LogicalTensor]) -> list[LogicalTensor]:
 
 def _order(name: str) -> tuple[tuple[int, str], ...]:
     """Order names as people do: numbers by value."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+    return tuple(
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")
+    )
 
 
 def rename_model(model: Model, rules: Mapping[str, str]) -> Model:

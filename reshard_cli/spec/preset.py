@@ -117,7 +117,10 @@ class _Expander:
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
         names = {tensor.name for tensor in model.tensors}
-        out = [Pattern(text) for text in left_out]
+        try:
+            out = [Pattern(text) for text in left_out]
+        except ValueError as error:
+            raise PresetError("leave_out", str(error)) from error
         for tensor in model.tensors:
             if any(pattern.matches(tensor.name) for pattern in out):
                 continue

@@ -40,9 +40,13 @@ class Landing:
         dtypes = {pair.name: pair.wire_dtype for pair in plan.pairs}
         landing = []
         for storage in storages:
-            kept = tuple(one for one in storage.windows if one.tensor in made and not made[one.tensor].scales)
-            if kept:
-                landing.append(replace(storage, dtype=dtypes[kept[0].tensor], windows=kept))
+            kept = [one for one in storage.windows if one.tensor in made and not made[one.tensor].scales]
+            # operands of one storage may come in several dtypes: each has a place of its own
+            for dtype in dict.fromkeys(dtypes[one.tensor] for one in kept):
+                windows = tuple(one for one in kept if dtypes[one.tensor] == dtype)
+                landing.append(
+                    replace(storage, name=f"{storage.name} in {dtype}", dtype=dtype, windows=windows)
+                )
         buffers = {
             one.name: torch.empty(
                 math.prod(one.shape) * item_size(one.dtype), dtype=torch.uint8, device=device
