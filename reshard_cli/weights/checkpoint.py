@@ -10,6 +10,7 @@ from torch import Tensor
 from reshard_cli.errors import WeightsError, listed
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.pairs import TensorPair
+from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import StoredTensor, index_folder
 from reshard_cli.spec.model import Model, model_of_checkpoint, rename_model
 from reshard_cli.spec.names import fill, normalise
@@ -29,7 +30,8 @@ class CheckpointSource:
         """`stored` is by the layout's logical names, `extra` what was left out: see `check_checkpoint`."""
         self.extra = extra
         self._stored = stored
-        self._experts = {tensor.logical for tensor in layout.tensors if tensor.has_experts}
+        self._num_experts = {one.logical: one.shape[0] for one in layout.tensors if one.has_experts}
+        self._in_place: dict[str, bool] = {}
         self._files: dict[Path, MappedFile] = {}
 
     def _view(self, name: str) -> Tensor:
@@ -37,17 +39,25 @@ class CheckpointSource:
         if stored.file not in self._files:
             self._files[stored.file] = MappedFile(stored.file)
         data = self._files[stored.file].bytes_of(stored.start, stored.num_bytes)
-        if stored.start % max(1, stored.num_bytes and _alignment(stored)):
+        if not _aligned(stored):
             data = data.clone()  # old files may start a tensor at any byte
         return typed(data, stored.dtype).view(stored.shape)
 
     def in_place(self, name: str) -> bool:
-        """Say that the bytes lie in the mapped files."""
-        return True
+        """Say whether a view into the mapped files shows the tensor (all of its experts).
+
+        A tensor that starts at an odd byte is copied whole each time it is read; who kept a view of it would
+        keep the copy.
+        """
+        if name not in self._in_place:
+            experts = self._num_experts.get(name)
+            names = [name] if experts is None else [fill(name, expert=one) for one in range(experts)]
+            self._in_place[name] = all(_aligned(self._stored[one]) for one in names)
+        return self._in_place[name]
 
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         """Yield the box, or its part of each expert."""
-        if name not in self._experts:
+        if name not in self._num_experts:
             yield lo, hi, within(self._view(name), (0,) * len(lo), lo, hi)
             return
         for expert in range(lo[0], hi[0]):
@@ -56,11 +66,9 @@ class CheckpointSource:
             yield part_lo, part_hi, within(view, (expert,) + (0,) * (len(lo) - 1), part_lo, part_hi)
 
 
-def _alignment(stored: StoredTensor) -> int:
-    elements = 1
-    for size in stored.shape:
-        elements *= size
-    return stored.num_bytes // elements
+def _aligned(stored: StoredTensor) -> bool:
+    """Say whether the tensor starts at a multiple of its element's size, so that its bytes can be read in place."""
+    return stored.start % item_size(stored.dtype) == 0
 
 
 def check_checkpoint(
