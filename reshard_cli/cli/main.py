@@ -69,6 +69,18 @@ ModeFlag = Annotated[
 StagingFlag = Annotated[
     float, typer.Option("--staging", metavar="MIB", help="extra memory per rank, at most")
 ]
+
+
+def _positive(seconds: float) -> float:
+    if seconds <= 0:
+        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
+    return seconds
+
+
+TimeoutFlag = Annotated[
+    float, typer.Option("--timeout", metavar="S", help="longest wait for a peer", callback=_positive)
+]
+BackendFlag = Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")]
 DomainFlag = Annotated[
     str | None,
     typer.Option("--domain", metavar="N/auto", help="ranks per NVLink domain; auto: what the machine says"),
@@ -137,10 +149,8 @@ def refit(
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="refits in a row")] = 1,
     verify: Annotated[bool, typer.Option("--verify", help="compare every destination element")] = False,
     staging: StagingFlag = 512,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="longest wait for a peer")] = 120,
-    backend: Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")] = (
-        BackendName.auto
-    ),
+    timeout: TimeoutFlag = 120,
+    backend: BackendFlag = BackendName.auto,
     domain: DomainFlag = None,
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
@@ -151,8 +161,6 @@ def refit(
     from reshard_cli.cli.refit import run_refit
     from reshard_cli.refit.prepare import RefitOptions
 
-    if timeout <= 0:
-        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
     run_refit(
         RefitOptions(
             source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
@@ -182,10 +190,8 @@ def bench(
         str, typer.Option("--nic", metavar="RATE", help="with --emulate: each node's NIC, as 1gbit")
     ] = "1gbit",
     staging: StagingFlag = 512,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="longest wait for a peer")] = 120,
-    backend: Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")] = (
-        BackendName.auto
-    ),
+    timeout: TimeoutFlag = 120,
+    backend: BackendFlag = BackendName.auto,
     domain: DomainFlag = None,
     json: JsonFlag = None,
     csv: Annotated[
@@ -197,8 +203,6 @@ def bench(
     from reshard_cli.cli.bench import run_bench
     from reshard_cli.refit.prepare import RefitOptions
 
-    if timeout <= 0:
-        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
     run_bench(
         RefitOptions(
             source=source, destination=destination, model=model, verify=verify, staging=_bytes_of(staging),

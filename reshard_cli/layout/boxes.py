@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Intervals", "Ints", "disjoint", "make_disjoint", "overlaps", "unique_boxes", "volumes"]
+__all__ = ["Intervals", "Ints", "changes", "disjoint", "make_disjoint", "overlaps", "unique_boxes", "volumes"]
 
 Ints = NDArray[np.int64]
 
@@ -79,6 +80,14 @@ def overlaps(one: Intervals, other: Intervals) -> tuple[Ints, Ints]:
             mask &= shared[np.ix_(my_index, their_index)]
     first, second = np.nonzero(mask)
     return first.astype(np.int64), second.astype(np.int64)
+
+
+def changes(*columns: np.ndarray[Any, Any]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Say for each row whether it differs from the row before in any column; the first one does."""
+    found = np.ones(len(columns[0]), bool)
+    if len(found) > 1:
+        found[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return found
 
 
 def disjoint(lo: Ints, hi: Ints) -> bool:

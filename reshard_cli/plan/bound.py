@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard_cli.layout.boxes import changes
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import NETWORK
 
@@ -41,7 +42,7 @@ def domain_bound(plan: Plan) -> DomainBound:
     take = np.bincount(wanting[shared.wanters[crossing]], total)
     order = np.lexsort((shared.box[crossing], shared.tensor_class[crossing]))
     key = np.stack([shared.tensor_class[crossing], shared.box[crossing], shared.holders[crossing]])[:, order]
-    first = np.concatenate([[True], np.any(key[:, 1:] != key[:, :-1], axis=0)])
+    first = changes(*key)
     once = total[order][first]
     holding = [np.unique(domain[shared.holder_sets.of(one)]) for one in range(len(shared.holder_sets))]
     alone = np.array([one[0] if len(one) == 1 else -1 for one in holding])[key[2][first]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard_cli.layout.boxes import Ints
+from reshard_cli.layout.boxes import Ints, changes
 from reshard_cli.plan.balance import best_maximum, share_out
 from reshard_cli.plan.entries import NETWORK, Entries
 from reshard_cli.plan.streams import (
@@ -57,7 +57,7 @@ def chained(entries: Entries, ratio: float, kept: Booleans) -> tuple[Entries, Ch
     crossing = np.nonzero(entries.kind == NETWORK)[0]
     order = np.lexsort((entries.wanters[crossing], entries.box[crossing], entries.tensor_class[crossing]))
     rows = crossing[order]
-    new = _changes(entries.tensor_class[rows], entries.box[rows], entries.holders[rows])
+    new = changes(entries.tensor_class[rows], entries.box[rows], entries.holders[rows])
     first = np.nonzero(new)[0]
     count = np.diff(np.concatenate([first, [len(rows)]]))
     if not len(rows) or count.max() < 2:
@@ -69,7 +69,7 @@ def chained(entries: Entries, ratio: float, kept: Booleans) -> tuple[Entries, Ch
     box = np.repeat(np.arange(len(first)), count)
     nth = np.arange(len(rows)) - first[box]
     chain = nth * chains[box] // count[box]
-    heads = np.nonzero(_changes(box, chain))[0]
+    heads = np.nonzero(changes(box, chain))[0]
     member = np.repeat(np.arange(len(heads)), np.diff(np.concatenate([heads, [len(rows)]])))
     hop = np.arange(len(rows)) - heads[member]
     sets = np.full((len(heads), int(hop.max()) + 1), -1, np.int64)
@@ -96,7 +96,7 @@ def chained_streams(entries: Entries, chains: Chains, rails: Ints, quantum: Ints
     """Return the streams of entries with chains: those from the source, their hops, and all that is no network."""
     rest = make_streams(entries, rails, quantum, num_ranks, skip=NETWORK)
     rows = np.nonzero(entries.kind == NETWORK)[0]
-    new = _changes(entries.holders[rows], chains.path[rows])
+    new = changes(entries.holders[rows], chains.path[rows])
     at = rows[new]
     first = entries.start[at]
     last = np.concatenate([first[1:], [entries.start[rows[-1] + 1]]])
@@ -152,11 +152,3 @@ def chained_streams(entries: Entries, chains: Chains, rails: Ints, quantum: Ints
         np.concatenate([*tables, rest.table()], axis=1), num_ranks, len(sets),
         max(best_send, float(relayed.max(initial=0))), best_maximum(sets, taken, shares, num_ranks),
     )  # fmt: skip
-
-
-def _changes(*columns: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Say for each row whether it differs from the row before in any column; the first one does."""
-    found = np.ones(len(columns[0]), bool)
-    if len(found) > 1:
-        found[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    return found

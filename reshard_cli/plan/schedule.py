@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard_cli.layout.boxes import Ints
+from reshard_cli.layout.boxes import Ints, changes
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.streams import round_positions
@@ -353,8 +353,7 @@ def count_messages(plan: Plan) -> int:
     sizes = entries.wanter_sets.sizes[streams.wanters[chosen]]
     # blocks in the order of the streams: those of one sender, carrier and wanter set follow each other
     columns = (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.lag > 0)
-    new = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    block = np.concatenate([[0], np.cumsum(new)])[chosen]
+    block = np.cumsum(changes(*columns)).astype(np.int64)[chosen]
     # what a carrier took from several senders it passes on in one message a wanter
     group = streams.carrier[chosen] * len(entries.wanter_sets) + streams.wanters[chosen]
     found = int((long * np.where(crossing, sizes, 1)).sum())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard_cli.layout.boxes import Ints
+from reshard_cli.layout.boxes import Ints, changes
 from reshard_cli.plan.balance import Floats, RankSets, best_maximum, share_out
 from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries, TensorClass
 
@@ -147,8 +147,7 @@ def sorted_streams(
 def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (start, stop, holders, wanters) of each run of entries with the same holders and wanters."""
     holders, wanters = entries.holders[chosen], entries.wanters[chosen]
-    new = np.concatenate([[True], (holders[1:] != holders[:-1]) | (wanters[1:] != wanters[:-1])])
-    at = np.nonzero(new)[0]
+    at = np.nonzero(changes(holders, wanters))[0]
     first = entries.start[chosen[at]]
     ends = np.concatenate([at[1:], [len(chosen)]]) - 1
     last = entries.start[chosen[ends] + 1]
@@ -189,8 +188,7 @@ def cut_segments(
     length = (stop - start)[order]
     edge = np.concatenate([[0], np.cumsum(length)])
     owner = holders[order]
-    new = np.concatenate([[True], owner[1:] != owner[:-1]])
-    at = np.nonzero(new)[0]
+    at = np.nonzero(changes(owner))[0]
     begin = edge[at]
     end = edge[np.concatenate([at[1:], [len(owner)]])]
     sizes = sets.sizes[owner[at]]
@@ -207,7 +205,7 @@ def cut_segments(
     upto = begin[block] + np.rint((running - base[block]) * scale[block]).astype(np.int64)
     upto = np.where(nth == sizes[block] - 1, end[block], np.minimum(upto, end[block]))
     edges = np.sort(np.concatenate([edge, upto]))
-    edges = edges[np.concatenate([[True], edges[1:] != edges[:-1]])]
+    edges = edges[changes(edges)]
     low, high = edges[:-1], edges[1:]
     segment = np.searchsorted(edge, low, side="right") - 1
     sender = sets.members[member[np.searchsorted(upto, low, side="right")]]

@@ -102,9 +102,7 @@ def run_bench_rank(
     def body(
         control: Control, undo: list[Callable[[], None]]
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        control.phase("reading the documents")
-        jobs = read()
-        setup, topology = join(control, world, options, jobs)
+        jobs, setup, topology = join(control, world, options, read)
         rank = _BenchRank(control, jobs, topology, options, bench, setup)
         result = rank.run(progress)
         return rank.close, lambda: None if result is None else on_result(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ __all__ = ["join"]
 
 
 def join(
-    control: Control, world: World, options: RefitOptions, jobs: Jobs
-) -> tuple[dict[str, Any], Topology]:
-    """Meet all ranks; return what they settled and the topology.
+    control: Control, world: World, options: RefitOptions, read: Callable[[], Jobs]
+) -> tuple[Jobs, dict[str, Any], Topology]:
+    """Read the documents and meet all ranks; return the jobs, what the ranks settled, and the topology.
 
-    That is `backend`, `places` (a name by rank that ranks joined by NVLink share), `hosts` (their number),
+    They settle `backend`, `places` (a name by rank that ranks joined by NVLink share), `hosts` (their number),
     `token` and this rank's `local_rank`. Raises DocumentError where the documents need another world.
     """
+    control.phase("reading the documents")
+    jobs = read()
     control.name_of = lambda one: jobs.name_of(one, options.colocated)
     if world.num_ranks != jobs.num_ranks(options.colocated):
         raise DocumentError(
@@ -61,4 +64,4 @@ def join(
         )
     else:
         topology = jobs.topology(parse_domain(options.domain), options.colocated)
-    return setup, topology
+    return jobs, setup, topology

@@ -87,9 +87,7 @@ def run_rank(
     def body(
         control: Control, undo: list[Callable[[], None]]
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        control.phase("reading the documents")
-        jobs = read()
-        setup, topology = join(control, world, options, jobs)
+        jobs, setup, topology = join(control, world, options, read)
         plan = build_plan(
             jobs.source, jobs.destination, topology, options.mode,
             staging=options.staging, allow_extra=options.allow_extra,
