@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from reshard_cli.weights.landing import Landing
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder, rank_folder_source
 from reshard_cli.weights.synthetic import SyntheticSource
+from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Source, StorageWindows
 
 __all__ = ["Destination", "check_target", "open_source"]
@@ -102,12 +103,42 @@ class Destination:
                 )
                 for one in storages
             }
+        return cls.over(plan, storages, buffers, device, mapped)
+
+    @classmethod
+    def over(
+        cls,
+        plan: Plan,
+        storages: list[RankStorage],
+        buffers: dict[str, Tensor],
+        device: torch.device,
+        mapped: MappedFile | None = None,
+    ) -> Destination:
+        """Return a rank's storages over memory that is there, as bytes or as tensors of their shapes."""
         landing = Landing.of(plan, storages, device)
         windows = StorageWindows()
         windows.add(storages if landing is None else landing.others(storages), buffers)
         if landing is not None:
             windows.add(landing.storages, landing.buffers)
         return cls(storages, buffers, windows, mapped, landing)
+
+    def typed(self, storage: RankStorage) -> Tensor:
+        """Return a storage as a tensor of its dtype and shape, without a copy."""
+        buffer = self.buffers[storage.name]
+        if tuple(buffer.shape) == storage.shape and str(buffer.dtype) == f"torch.{storage.dtype}":
+            return buffer
+        return typed(buffer, storage.dtype).view(storage.shape)
+
+    def keep_padding_of(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what will not be written: rows that belong to no tensor, and that the document keeps."""
+        for storage in self.storages:
+            if storage.has_padding and storage.keep_padding:
+                copy_exact(self.typed(storage), tensors[storage.name])
+
+    def copy_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy every storage into a tensor of its name, shape and dtype."""
+        for storage in self.storages:
+            copy_exact(tensors[storage.name], self.typed(storage))
 
     def cast(self) -> None:
         """Make what this side casts, when all of its values have landed."""

@@ -12,7 +12,7 @@ from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 
-__all__ = ["report_failure"]
+__all__ = ["report_failure", "settled", "wrapped"]
 
 _ECHO = 1.0  # seconds that the guilty rank's own account may come after its connections closed
 _OUTLAST = 6.0  # seconds that the store's server waits for the others to read the failure
@@ -25,10 +25,10 @@ def report_failure(control: Control | None, error: Exception, world: World, *, d
     name and phase, and ends the refit like any other, as the peers must not wait.
     """
     first = world.rank == 0
-    told = error if isinstance(error, ReshardError) else _wrapped(control, error, world)
+    told = error if isinstance(error, ReshardError) else wrapped(control, error, world.rank)
     if control is not None:
         with contextlib.suppress(RuntimeError):  # the store itself may be what was lost
-            told = _settled(control, told)
+            told = settled(control, told)
             first = control.fail(told)
             failure = control.failure()
             if failure is not None and not first:
@@ -57,14 +57,15 @@ def _record_for_torchrun(error: ReshardError) -> None:
         get_error_handler().record_exception(error)
 
 
-def _wrapped(control: Control | None, error: Exception, world: World) -> TransferError:
+def wrapped(control: Control | None, error: Exception, rank: int) -> TransferError:
+    """Return any exception as the failure of this rank."""
     doing = ""
     with contextlib.suppress(RuntimeError):
-        doing = "" if control is None else f" (last: {control.phase_of(world.rank)})"
-    return TransferError(f"rank {world.rank} raised {type(error).__name__}: {error}{doing}", world.rank)
+        doing = "" if control is None else f" (last: {control.phase_of(rank)})"
+    return TransferError(f"rank {rank} raised {type(error).__name__}: {error}{doing}", rank)
 
 
-def _settled(control: Control, error: ReshardError) -> ReshardError:
+def settled(control: Control, error: ReshardError) -> ReshardError:
     """Return the error to report: another rank's where this one is its echo, with the guilty rank's phase."""
     if not isinstance(error, PeerLostError):
         return error

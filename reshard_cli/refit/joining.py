@@ -16,7 +16,7 @@ from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 
-__all__ = ["join"]
+__all__ = ["join", "meet"]
 
 
 def join(
@@ -36,11 +36,18 @@ def join(
             f"{jobs.source.num_ranks}, {jobs.destination.name}: {jobs.destination.num_ranks}), "
             f"the world has {world.num_ranks}"
         )
+    return (jobs, *meet(control, world.local_rank, options, jobs))
+
+
+def meet(
+    control: Control, local_rank: int, options: RefitOptions, jobs: Jobs
+) -> tuple[dict[str, Any], Topology]:
+    """Meet all ranks of two jobs; return what they settled (see `join`), and the topology. Raises DocumentError."""
     control.phase("joining")
     here = {
         "host": socket.gethostname(),
         "gpu": torch.cuda.is_available(),
-        "place": machine_place(world.local_rank),
+        "place": machine_place(local_rank),
     }
     everybody = control.gather("join", here, "joining")
     setup: dict[str, Any] = {}
@@ -56,7 +63,7 @@ def join(
             "hosts": len({one["host"] for one in everybody}),
             "token": secrets.token_hex(4),
         }
-    setup = {**control.share("setup", setup, "joining"), "local_rank": world.local_rank}
+    setup = {**control.share("setup", setup, "joining"), "local_rank": local_rank}
     control.phase("planning")
     if options.domain == "auto":
         topology = Topology.of_machine(
@@ -64,4 +71,4 @@ def join(
         )
     else:
         topology = jobs.topology(parse_domain(options.domain), options.colocated)
-    return jobs, setup, topology
+    return setup, topology

@@ -17,14 +17,17 @@ from reshard_cli.spec.layout_document import LoadedLayout, read_layout_document
 from reshard_cli.spec.model import Model
 from reshard_cli.spec.model_document import read_model
 
-__all__ = ["Jobs", "RefitOptions", "parse_domain", "read_jobs"]
+__all__ = ["Jobs", "RefitOptions", "model_path", "parse_domain", "read_jobs"]
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
 class RefitOptions:
-    """What the command line says. staging in bytes, timeout in seconds; origin and target as written."""
+    """What the command line says. staging in bytes, timeout in seconds; origin and target as written.
+
+    `iterations` is None where a loop goes on until somebody ends it.
+    """
 
     source: Path
     destination: Path
@@ -32,7 +35,9 @@ class RefitOptions:
     mode: Mode = "hybrid"
     origin: str = "synthetic"
     target: str = "memory"
-    iterations: int = 1
+    iterations: int | None = 1
+    watch: Path | None = None
+    double_buffer: bool = False
     verify: bool = False
     staging: int = 512 << 20
     timeout: float = 120.0
@@ -90,7 +95,7 @@ def read_jobs(
     checkpoint to be read). Raises DocumentError with the problems of both documents at once.
     """
     loaded = _both(lambda: read_layout_document(source), lambda: read_layout_document(destination))
-    own = [_model_path(one, model) for one in loaded]
+    own = [model_path(one, model) for one in loaded]
     models: list[Model] = []
     known: dict[Path, Model] = {}
     for one, path in zip(loaded, (own[0] or own[1] or fallback, own[1] or own[0] or fallback), strict=True):
@@ -120,7 +125,8 @@ def _both(*makers: Callable[[], Made]) -> list[Made]:
     return made
 
 
-def _model_path(loaded: LoadedLayout, override: Path | None) -> Path | None:
+def model_path(loaded: LoadedLayout, override: Path | None) -> Path | None:
+    """Return where a document's model is: `override`, else what it names. Raises DocumentError."""
     if override is not None:
         return override
     text = loaded.document.model

@@ -11,6 +11,7 @@ from reshard_cli.refit.failing import report_failure
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 from reshard_cli.transport.store import connect_store
+from reshard_cli.transport.watchdog import watch
 
 __all__ = ["Body", "run_ranked"]
 
@@ -30,7 +31,7 @@ def run_ranked(world: World, timeout: float, body: Body, *, debug: bool) -> int:
     try:
         store = connect_store(world.host, world.port, timeout, serve=world.serves_store)
         control = Control(store, rank, world.num_ranks, timeout)
-        stop_watching = control.watch(lambda: connect_store(world.host, world.port, timeout), world.launcher)
+        stop_watching = watch(control, lambda: connect_store(world.host, world.port, timeout), world.launcher)
         close, tell = body(control, undo)
         control.phase("closing")
         control.barrier("end", "closing")

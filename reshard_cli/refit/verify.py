@@ -15,10 +15,10 @@ from reshard_cli.errors import VerifyError
 from reshard_cli.layout.storage import RankStorage, Window
 from reshard_cli.plan.build import Plan
 from reshard_cli.spec.casts import SCALE_SUFFIX
-from reshard_cli.weights.tensors import same_bits, torch_dtype, typed
-from reshard_cli.weights.windows import Corner, Source, within
+from reshard_cli.weights.tensors import as_bytes, same_bits, torch_dtype
+from reshard_cli.weights.windows import Corner, Source, window_view, within
 
-__all__ = ["verify_rank", "wire_dtypes"]
+__all__ = ["chunks", "shown_box", "verify_padding", "verify_rank", "wire_dtypes"]
 
 _CHUNK = 1 << 20  # elements compared at a time
 
@@ -46,59 +46,58 @@ def verify_rank(
     """
     compared = 0
     for storage in storages:
-        flat = typed(buffers[storage.name], storage.dtype)
-        covered = 0
+        buffer = buffers[storage.name]
         for window in storage.windows:
-            compared += _verify_window(rank, storage, flat, window, truth, wire_dtypes[window.tensor])
-            covered += window.num_elements
-        if covered < storage.num_elements and not storage.keep_padding:
-            _verify_padding(rank, storage, flat, covered)
+            compared += _verify_window(rank, storage, buffer, window, truth, wire_dtypes[window.tensor])
+        verify_padding(rank, storage, buffer)
     return compared
 
 
 def _verify_window(
-    rank: int, storage: RankStorage, flat: Tensor, window: Window, truth: Source, wire: str
+    rank: int, storage: RankStorage, buffer: Tensor, window: Window, truth: Source, wire: str
 ) -> int:
-    sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
-    view = torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
+    view = window_view(storage, window, buffer)
     seen = 0
-    for chunk_lo, chunk_hi in _chunks(window.lo, window.hi):
+    for chunk_lo, chunk_hi in chunks(window.lo, window.hi):
         for lo, hi, values in truth.windows(window.tensor, chunk_lo, chunk_hi):
             mine = within(view, window.lo, lo, hi)
-            expected = values.to(torch_dtype(wire)).to(flat.dtype).to(flat.device)
+            expected = values.to(torch_dtype(wire)).to(view.dtype).to(view.device)
             equal = same_bits(mine, expected)
             if not bool(equal.all()):
                 wrong = int((~equal).sum())
                 at = [int(i) + a for i, a in zip((~equal).nonzero()[0], lo, strict=True)]
                 raise VerifyError(
                     f"verification failed on rank {rank}: tensor {window.tensor!r} (storage {storage.name!r}), "
-                    f"piece {_box(window.lo, window.hi)}: element {at} differs, "
+                    f"piece {shown_box(window.lo, window.hi)}: element {at} differs, "
                     f"as do {wrong - 1} more of the {mine.numel()} compared with it"
                 )
             seen += mine.numel()
     if seen < window.num_elements:
         raise VerifyError(
-            f"verification on rank {rank}: of tensor {window.tensor!r}, piece {_box(window.lo, window.hi)}, "
+            f"verification on rank {rank}: of tensor {window.tensor!r}, piece {shown_box(window.lo, window.hi)}, "
             f"only {seen} of {window.num_elements} elements could be compared"
         )
     return window.num_elements
 
 
-def _verify_padding(rank: int, storage: RankStorage, flat: Tensor, covered: int) -> None:
-    padding = torch.ones(storage.num_elements, dtype=torch.bool, device=flat.device)
+def verify_padding(rank: int, storage: RankStorage, buffer: Tensor) -> None:
+    """Check that what belongs to no tensor is zero, where the document wants it so. Raises VerifyError."""
+    if not storage.has_padding or storage.keep_padding:
+        return
+    padding = torch.ones(storage.num_elements, dtype=torch.bool, device=buffer.device)
     for window in storage.windows:
         sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
         torch.as_strided(padding, sizes, window.strides, window.offset).fill_(False)
-    raw = flat.view(torch.uint8).view(storage.num_elements, -1)
-    if bool(raw[padding].any()):
+    data = as_bytes(buffer.contiguous()).view(storage.num_elements, -1)
+    if bool(data[padding].any()):
         raise VerifyError(
             f"verification failed on rank {rank}: padding of storage {storage.name!r} is not zero "
-            f"({storage.num_elements - covered} padding elements)"
+            f"({int(padding.sum())} padding elements)"
         )
 
 
-def _chunks(lo: Corner, hi: Corner) -> Iterator[tuple[Corner, Corner]]:
-    """Yield parts of a box of at most _CHUNK elements, cut along its outer dims."""
+def chunks(lo: Corner, hi: Corner) -> Iterator[tuple[Corner, Corner]]:
+    """Yield parts of a box of a bounded number of elements, cut along its outer dims."""
     total = 1
     for a, b in zip(lo, hi, strict=True):
         total *= b - a
@@ -109,8 +108,9 @@ def _chunks(lo: Corner, hi: Corner) -> Iterator[tuple[Corner, Corner]]:
     rows = max(1, (hi[dim] - lo[dim]) * _CHUNK // total)
     for start in range(lo[dim], hi[dim], rows):
         stop = min(start + rows, hi[dim])
-        yield from _chunks((*lo[:dim], start, *lo[dim + 1 :]), (*hi[:dim], stop, *hi[dim + 1 :]))
+        yield from chunks((*lo[:dim], start, *lo[dim + 1 :]), (*hi[:dim], stop, *hi[dim + 1 :]))
 
 
-def _box(lo: Corner, hi: Corner) -> str:
+def shown_box(lo: Corner, hi: Corner) -> str:
+    """Return a box for a message, as [0:4, 8:16]."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(lo, hi, strict=True)) + "]"

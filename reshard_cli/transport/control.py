@@ -1,16 +1,12 @@
 """The control plane of a refit: small facts through the rendezvous store, and one account of a failure.
 
 Whatever goes wrong on any rank is written to the store once, by whoever is first. Everybody who waits for
-anything looks there, and a watchdog thread ends a process whose main thread is stuck in a transport that
-nobody will serve any more. So one rank reports, and all end. Values are JSON: nothing is unpickled.
+anything looks there (and see `watchdog`). So one rank reports, and all end. Values are JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,12 +15,11 @@ from typing import Any
 from reshard_cli.errors import PeerLostError, ReshardError, TransferError, error_of_exit_code
 from reshard_cli.transport.store import Store
 
-__all__ = ["Control", "Failure"]
+__all__ = ["BEAT", "Control", "Failure"]
 
 _FAILURE = "failure"
 _POLL = 0.01
-_WATCH = 0.5
-_GRACE = 1.5  # seconds that a rank has to end by itself after another one's failure
+BEAT = 0.5  # seconds from one sign of life to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,8 @@ class Control:
         self.timeout = timeout
         self.name_of = name_of
         self._phase = "starting"
+        self.deciding = False  # between "all is there" and "committed": not to be ended from outside
+        self._posted: list[str] = []
         self._read: list[str] = []  # keys that every rank has read once a later gather is complete
 
     # ---- phases and failures ---------------------------------------------------------------------
@@ -74,6 +71,10 @@ class Control:
             if at_once:
                 self.store.set(f"phase/{self.rank}", text)
 
+    def told(self) -> str:
+        """Return what this rank is doing, for the next sign of life."""
+        return self._phase
+
     def phase_of(self, rank: int) -> str:
         """Return what a rank was doing last."""
         if rank == self.rank:
@@ -84,7 +85,7 @@ class Control:
     def silent_ranks(self) -> list[int]:
         """Return the ranks whose watchdog has stopped beating: they are dead, stopped or cut off."""
         first = self._beats()
-        time.sleep(3 * _WATCH)
+        time.sleep(3 * BEAT)
         second = self._beats()
         return [rank for rank in range(self.num_ranks) if first[rank] == second[rank] is not None]
 
@@ -129,23 +130,15 @@ class Control:
 
         Raises TransferError naming the ranks that did not within the timeout, or another rank's failure.
         """
-        deadline = time.monotonic() + self.timeout + extra
-        waiting = dict(keys)
-        pause = 0.0002
-        while True:
-            waiting = {key: rank for key, rank in waiting.items() if not self.store.check([key])}
-            if not waiting:
-                return
-            self.check()
-            if time.monotonic() > deadline:
-                ranks = sorted({rank for rank in waiting.values() if rank is not None})
-                names = ", ".join(f"{self.name_of(rank)} (last: {self.phase_of(rank)})" for rank in ranks[:8])
-                raise PeerLostError(
-                    f"{what}: {names or 'a rank'} did not come within {self.timeout:g} s",
-                    ranks[0] if ranks else None,
-                )
-            time.sleep(pause)
-            pause = min(_POLL, pause * 2)
+        lacking = self.store.wait_keys(list(keys), [_FAILURE], self.timeout + extra)
+        if not lacking:
+            return
+        self.check()
+        ranks = sorted({rank for key in lacking if (rank := keys[key]) is not None})
+        names = ", ".join(f"{self.name_of(rank)} (last: {self.phase_of(rank)})" for rank in ranks[:8])
+        raise PeerLostError(
+            f"{what}: {names or 'a rank'} did not come within {self.timeout:g} s", ranks[0] if ranks else None
+        )
 
     def gather(self, key: str, value: Any, what: str) -> list[Any] | None:
         """Collect one value per rank on rank 0; the others get None at once."""
@@ -169,48 +162,66 @@ class Control:
         self.wait({key: 0}, what, extra=2.0)
         return json.loads(self.store.get(key))
 
+    def post(self, key: str, value: Any) -> None:
+        """Leave this rank's value for whoever reads it, until it leaves the next one.
+
+        There has to be a barrier between the two.
+        """
+        for earlier in self._posted:
+            self.store.delete_key(earlier)
+        name = f"{key}/{self.rank}"
+        self.store.set(name, json.dumps(value))
+        self._posted = [name]
+
+    def read(self, key: str, rank: int, what: str) -> Any:
+        """Return the value that a rank left, when it is there."""
+        name = f"{key}/{rank}"
+        self.wait({name: rank}, what)
+        return json.loads(self.store.get(name))
+
+    def decide(self, key: str, wish: str) -> str:
+        """Return what is decided under this key: the wish of whoever decided first, perhaps this one's."""
+        decided = self.store.compare_set(key, "", wish).decode()
+        if self.rank == 0 and key not in self._read:
+            self._read.append(key)
+        return decided
+
+    def decision(self, key: str, what: str) -> str:
+        """Return what rank 0, or somebody before it, decided, when it is there."""
+        self.wait({key: 0}, what, extra=2.0)
+        return self.store.get(key).decode()
+
+    def alive(self) -> bool:
+        """Say whether the store still answers."""
+        try:
+            self.store.check([_FAILURE])
+        except (RuntimeError, TransferError):
+            return False
+        return True
+
+    def wait_for_turn(self, key: str, rank: int, stop: Callable[[], bool]) -> Any:
+        """Return the value that a rank sets when it is time, however long that takes while it lives.
+
+        Where `stop` says so, the wish is written for that rank to see. Raises PeerLostError when the rank has
+        given no sign of life for the timeout.
+        """
+        told = False
+        seen, since = self._beats()[rank], time.monotonic()
+        while self.store.wait_keys([key], [_FAILURE], BEAT):
+            self.check()
+            if stop() and not told:
+                self.store.set("stop", "1")
+                told = True
+            beat = self._beats()[rank]
+            if beat != seen:
+                seen, since = beat, time.monotonic()
+            if time.monotonic() - since > self.timeout:
+                raise PeerLostError(
+                    f"waiting for {self.name_of(rank)}: no sign of life for {self.timeout:g} s", rank
+                )
+        return json.loads(self.store.get(key))
+
     def barrier(self, key: str, what: str) -> None:
         """Wait until every rank is here."""
         self.gather(f"{key}/in", 1, what)
         self.share(f"{key}/out", 1, what)
-
-    # ---- the watchdog -----------------------------------------------------------------------------
-
-    def watch(self, connect: Callable[[], Store], parent: int | None) -> Callable[[], None]:
-        """Start the watchdog; return how to stop it.
-
-        It ends this process with the failure's exit code if the main thread has not ended by itself some
-        seconds after another rank failed, if the store is gone, or if the launcher `parent` is.
-        """
-        stop = threading.Event()
-
-        def run() -> None:
-            with contextlib.suppress(RuntimeError, TransferError):
-                watcher = Control(connect(), self.rank, self.num_ranks, self.timeout, self.name_of)
-                beat = 0
-                told = ""
-                while not stop.wait(_WATCH):
-                    beat += 1
-                    if self._phase != told:
-                        told = self._phase
-                        watcher.store.set(f"phase/{self.rank}", told)
-                    watcher.store.set(f"alive/{self.rank}", str(beat))
-                    if parent is not None and os.getppid() != parent:
-                        os._exit(TransferError.exit_code)
-                    failure = watcher.failure()
-                    if failure is not None:
-                        if not stop.wait(_GRACE):
-                            os._exit(failure.exit_code)
-                        return
-                return
-            if not stop.wait(_GRACE):
-                os._exit(TransferError.exit_code)
-
-        thread = threading.Thread(target=run, name="watchdog", daemon=True)
-        thread.start()
-
-        def end() -> None:
-            stop.set()
-            thread.join(timeout=2 * _GRACE)
-
-        return end

@@ -7,8 +7,8 @@ import torch
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import rank_storages
 from reshard_cli.spec.dtypes import item_size
-from reshard_cli.weights.tensors import copy_exact, typed
-from reshard_cli.weights.windows import Source, StorageWindows, within
+from reshard_cli.weights.tensors import copy_exact
+from reshard_cli.weights.windows import Source, StorageWindows, window_view, within
 
 __all__ = ["held_in_memory"]
 
@@ -23,10 +23,8 @@ def held_in_memory(layout: JobLayout, rank: int, origin: Source, device: torch.d
     held = StorageWindows()
     held.add(storages, buffers)
     for storage in storages:
-        flat = typed(buffers[storage.name], storage.dtype)
         for window in storage.windows:
-            sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
-            view = torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
+            view = window_view(storage, window, buffers[storage.name])
             for lo, hi, values in origin.windows(window.tensor, window.lo, window.hi):
                 copy_exact(within(view, window.lo, lo, hi), values.to(device))
     return held

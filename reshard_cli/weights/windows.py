@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
@@ -9,11 +10,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reshard_cli.layout.storage import RankStorage
+from reshard_cli.layout.storage import RankStorage, Window
 from reshard_cli.plan.schedule import Fragment
 from reshard_cli.weights.tensors import as_bytes, typed
 
-__all__ = ["Boxed", "Corner", "Source", "StorageWindows", "contiguous_bytes", "intersection", "within"]
+__all__ = [
+    "Boxed",
+    "Corner",
+    "Source",
+    "StorageWindows",
+    "contiguous_bytes",
+    "intersection",
+    "window_view",
+    "within",
+]
 
 Corner = tuple[int, ...]
 Boxed = tuple[Corner, Corner, Tensor]
@@ -46,19 +56,49 @@ def within(view: Tensor, origin: Corner, lo: Corner, hi: Corner) -> Tensor:
     return view
 
 
+def window_view(storage: RankStorage, window: Window, buffer: Tensor) -> Tensor:
+    """Return the view of a window into a storage, without a copy.
+
+    `buffer` is the storage's bytes, flat and contiguous, or a tensor of its shape and dtype with any strides.
+    """
+    sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
+    if str(buffer.dtype) == f"torch.{storage.dtype}" and tuple(buffer.shape) == storage.shape:
+        start, strides = _in_strides(storage, window, buffer)
+        return torch.as_strided(buffer, sizes, strides, buffer.storage_offset() + start)
+    flat = typed(buffer, storage.dtype)
+    return torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
+
+
+def _in_strides(storage: RankStorage, window: Window, buffer: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return a window's offset and strides in a tensor with strides of its own."""
+    if buffer.is_contiguous():
+        return window.offset, window.strides
+    steps: dict[int, int] = {}  # from a step in row-major elements to the step in the tensor
+    start, left, row_major = 0, window.offset, math.prod(storage.shape)
+    for size, stride in zip(storage.shape, buffer.stride(), strict=True):
+        row_major //= max(size, 1)
+        if size > 1:
+            steps[row_major] = stride
+            start += left // row_major * stride
+            left %= row_major
+    # along a dim of one element no step is taken, whatever its stride says
+    taken = [b - a > 1 for a, b in zip(window.lo, window.hi, strict=True)]
+    return start, tuple(
+        steps[stride] if moves else 0 for stride, moves in zip(window.strides, taken, strict=True)
+    )
+
+
 class StorageWindows:
-    """The windows of one or more ranks' storages, over flat byte buffers by storage name."""
+    """The windows of one or more ranks' storages, over their buffers by storage name."""
 
     def __init__(self) -> None:
         self._views: dict[str, list[Boxed]] = defaultdict(list)
 
     def add(self, storages: Iterable[RankStorage], buffers: Mapping[str, Tensor]) -> None:
-        """Index the windows of one rank's storages; `buffers` are flat uint8 tensors."""
+        """Index the windows of one rank's storages; `buffers` are as in `window_view`."""
         for storage in storages:
-            flat = typed(buffers[storage.name], storage.dtype)
             for window in storage.windows:
-                sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
-                view = torch.as_strided(flat, sizes, window.strides, flat.storage_offset() + window.offset)
+                view = window_view(storage, window, buffers[storage.name])
                 self._views[window.tensor].append((window.lo, window.hi, view))
 
     def in_place(self, name: str) -> bool:

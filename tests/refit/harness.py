@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from reshard_cli.plan.schedule import Fragment, RankSchedule
-from reshard_cli.refit import session
+from reshard_cli.refit import pair
 from reshard_cli.refit.prepare import RefitOptions, read_jobs
 from reshard_cli.refit.session import RefitReport, run_rank
+from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import GlooTransport
 from reshard_cli.transport.launcher import World, launch
 from reshard_cli.weights.rank_folder import PendingFolder
@@ -78,13 +79,13 @@ def raise_in_unpack() -> None:
     def broken(self, number):
         raise ValueError("the hook of this rank failed")
 
-    session.RankExecutor.finish = broken
+    pair.RankExecutor.finish = broken
 
 
 def stop_at(point: str, number: int) -> None:
     """Send this process a signal at a named point of the commit."""
     publish = PendingFolder.publish
-    barrier = session.Control.barrier
+    gather, barrier, decide = Control.gather, Control.barrier, Control.decide
 
     def stop() -> None:
         os.kill(os.getpid(), number)
@@ -97,17 +98,30 @@ def stop_at(point: str, number: int) -> None:
         if point == "after-publish":
             stop()
 
-    def stopping_barrier(self, key, what):
+    def stopping_gather(self, key, value, what):
         if key.startswith("complete") and point == "before-complete":
             stop()
+        return gather(self, key, value, what)
+
+    def stopping_decide(self, key, wish):
+        if point == "before-decision":
+            stop()
+        decided = decide(self, key, wish)
+        if point == "after-decision":
+            stop()
+        return decided
+
+    def stopping_barrier(self, key, what):
+        if key.startswith("applied") and point == "before-applied":
+            stop()
         barrier(self, key, what)
-        if key.startswith("complete") and point == "after-complete":
+        if key.startswith("applied") and point == "after-applied":
             stop()
         if key.startswith("published") and point == "after-published":
             stop()
 
     PendingFolder.publish = stopping_publish
-    session.Control.barrier = stopping_barrier
+    Control.gather, Control.barrier, Control.decide = stopping_gather, stopping_barrier, stopping_decide
 
 
 def main() -> int:
@@ -129,8 +143,8 @@ def main() -> int:
         torch.set_num_threads(1)
         tamper = None
         if fault.startswith("unchecked"):
-            session.agree = lambda *_: None
-        if world.rank == GUILTY:
+            pair.agree = lambda *_: None
+        if world.rank == (0 if fault.endswith("-decision") else GUILTY):
             if fault == "shifted":
                 tamper = shift_one_element
             elif fault in ("swapped", "unchecked-swapped"):

@@ -37,6 +37,7 @@ from reshard_cli.transport.exchange import open_transport
 from reshard_cli.transport.launcher import World
 from reshard_cli.transport.message import Message
 from reshard_cli.transport.store import connect_store
+from reshard_cli.transport.watchdog import watch
 from tests.support import run_module
 
 ROOT = Path(__file__).parent.parent.parent
@@ -395,7 +396,7 @@ def exchange(cluster: EmulatedCluster, world: World, folder: Path) -> int:
 def killed(world: World) -> int:
     store = connect_store(world.host, world.port, 20)
     control = Control(store, world.rank, world.num_ranks, 20)
-    control.watch(lambda: connect_store(world.host, world.port, 20), world.launcher)
+    watch(control, lambda: connect_store(world.host, world.port, 20), world.launcher)
     control.phase("meeting")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

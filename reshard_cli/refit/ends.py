@@ -1,0 +1,267 @@
+"""The two ends of a refit over its whole life: where each version's values come from, and where they go.
+
+A source end gives a version's values; a destination end gives the memory that takes them, and knows which version
+it holds whole. Both say when the memory behind them has changed, as what was prepared for it is then of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from reshard_cli.layout.storage import rank_storages
+from reshard_cli.plan.build import Plan
+from reshard_cli.refit.endpoints import Destination, open_source
+from reshard_cli.weights.live import Hooks, LiveTensors, place_of, snapshot
+from reshard_cli.weights.quantise import QuantisingSource, made_of
+from reshard_cli.weights.rank_folder import PendingFolder
+from reshard_cli.weights.windows import Source, StorageWindows
+
+__all__ = [
+    "DestinationEnd",
+    "FolderEnd",
+    "LiveEnd",
+    "LiveSourceEnd",
+    "MemoryEnd",
+    "OriginEnd",
+    "SourceEnd",
+]
+
+
+class SourceEnd(Protocol):
+    """Where a source rank's values come from."""
+
+    def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
+        """Hold what is there against the documents; return the names of what is left out.
+
+        Raises WeightsError where something lacks, or is not what the documents say.
+        """
+        ...
+
+    def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
+        """Return a version's values on a rank, and where they lie: views are good while that is equal."""
+        ...
+
+    def truth(self, plan: Plan, version: int) -> Source | None:
+        """Return the values of the whole job, found without the plan, where this process can know them."""
+        ...
+
+
+@dataclass(slots=True)
+class OriginEnd:
+    """A folder or `synthetic`, which every rank can read; `origin_of` names a version's."""
+
+    origin_of: Callable[[int], str]
+    allow_extra: bool
+
+    def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
+        return open_source(self.origin_of(version), plan, ranks, version, allow_extra=self.allow_extra)[1]
+
+    def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
+        origin = self.origin_of(version)
+        found, _ = open_source(origin, plan, [rank], version, allow_extra=self.allow_extra)
+        if origin == "synthetic":
+            return found, origin  # its values are made when asked for: no view of them is kept
+        files = [(path.name, path.stat()) for path in sorted(Path(origin).iterdir())]
+        return found, (origin, *((name, one.st_ino, one.st_mtime_ns) for name, one in files))
+
+    def truth(self, plan: Plan, version: int) -> Source | None:
+        ranks = list(range(plan.source.num_ranks))
+        return open_source(
+            self.origin_of(version), plan, ranks, version,
+            allow_extra=self.allow_extra, casts=("sender", "receiver"),
+        )[0]  # fmt: skip
+
+
+class LiveSourceEnd:
+    """The tensors of a running trainer."""
+
+    def __init__(self, live: LiveTensors, *, allow_extra: bool) -> None:
+        self._live, self._allow_extra = live, allow_extra
+        self._snapshot: dict[str, Tensor] | None = None
+        self._taken: dict[str, Tensor] | None = None
+
+    def _held(self, plan: Plan, rank: int) -> dict[str, Tensor]:
+        who = f"{plan.source.name} {rank}"
+        return self._live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
+
+    def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
+        held = [self._held(plan, rank) for rank in ranks]
+        return sorted(set(self._live.now()) - set(held[0])) if held else []
+
+    def take_snapshot(self) -> None:
+        """Copy all tensors now; the next refits send the copies, until `drop_snapshot`."""
+        self._snapshot = self._taken = snapshot(self._live.now(), self._snapshot)
+
+    def drop_snapshot(self) -> None:
+        """Send what is live again. The copies' memory is kept for the next snapshot."""
+        self._taken = None
+
+    def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
+        storages = rank_storages(plan.source, rank)
+        if self._taken is None:
+            tensors = self._held(plan, rank)
+        else:
+            taken = LiveTensors(self._taken)
+            tensors = taken.held(f"{plan.source.name} {rank}", storages, allow_extra=self._allow_extra)
+        windows = StorageWindows()
+        windows.add(storages, tensors)
+        made = made_of(plan.pairs, at=["sender"])
+        return (QuantisingSource(windows, made) if made else windows), place_of(tensors)
+
+    def truth(self, plan: Plan, version: int) -> Source | None:
+        return None
+
+
+class DestinationEnd(Protocol):
+    """Where a destination rank's values go.
+
+    `version` is the one that is wholly there, or None; `torn` says that a refit has begun to write over it.
+    """
+
+    version: int | None
+    torn: bool
+
+    def check(self, plan: Plan, rank: int) -> None:
+        """Hold what is there against the documents. Raises WeightsError where it does not fit."""
+        ...
+
+    def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
+        """Return the storages that take a version, and where they lie: views are good while that is equal."""
+        ...
+
+    def apply(self, version: int) -> None:
+        """Make the version the one that is there; every rank has all of it."""
+        ...
+
+    def publish(self) -> None:
+        """Let others see the version, on the job's first rank, after every rank has applied it."""
+        ...
+
+    def discard(self) -> None:
+        """Take away what a failed refit leaves behind."""
+        ...
+
+
+class MemoryEnd:
+    """Storages that this process keeps for itself."""
+
+    def __init__(self, *, double_buffer: bool = False) -> None:
+        self.version: int | None = None
+        self.torn = False
+        self._double = double_buffer
+        self._kept: list[Destination] = []
+
+    def check(self, plan: Plan, rank: int) -> None:
+        pass
+
+    def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
+        wanted = 2 if self._double else 1
+        if len(self._kept) < wanted:
+            self._kept.append(Destination.create(plan, rank, None, version, device))
+        else:
+            self._kept.append(self._kept.pop(0))
+            self._kept[-1].zero_padding()
+        self.torn = not self._double
+        return self._kept[-1], id(self._kept[-1])
+
+    @property
+    def held(self) -> Destination | None:
+        """The storages of the version that is there."""
+        if self.version is None or self.torn:
+            return None
+        return self._kept[-1]
+
+    def apply(self, version: int) -> None:
+        self.version, self.torn = version, False
+
+    def publish(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        if self._double and self.version is not None and len(self._kept) == 2:
+            self._kept.append(self._kept.pop(0))
+
+
+class FolderEnd:
+    """A folder with a file per rank, which gets its name when all files are complete."""
+
+    def __init__(self, folder: PendingFolder) -> None:
+        self.version: int | None = None
+        self.torn = False
+        self._folder = folder
+        self._written: Destination | None = None
+
+    def check(self, plan: Plan, rank: int) -> None:
+        pass
+
+    def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
+        self._written = Destination.create(plan, rank, self._folder, version, device)
+        return self._written, version
+
+    def apply(self, version: int) -> None:
+        self.version = version
+
+    def publish(self) -> None:
+        self._folder.publish()
+
+    def discard(self) -> None:
+        self._folder.discard()
+
+
+class LiveEnd:
+    """The tensors of a running engine: filled in place, or copied from a second set when all of it is there."""
+
+    def __init__(
+        self, live: LiveTensors, *, allow_extra: bool, double_buffer: bool = False, hooks: Hooks | None = None
+    ) -> None:
+        self.version: int | None = None
+        self.torn = False
+        self._live, self._allow_extra, self._double = live, allow_extra, double_buffer
+        self._hooks = hooks or Hooks()
+        self._place: tuple[object, ...] | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._shadow: Destination | None = None
+        self._filled: Destination | None = None
+
+    def check(self, plan: Plan, rank: int) -> None:
+        who = f"{plan.destination.name} {rank}"
+        self._live.held(who, rank_storages(plan.destination, rank), allow_extra=self._allow_extra)
+
+    def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
+        if self._hooks.before is not None:
+            self._hooks.before(version)
+        storages = rank_storages(plan.destination, rank)
+        who = f"{plan.destination.name} {rank}"
+        self._tensors = self._live.held(who, storages, allow_extra=self._allow_extra)
+        if self._double:
+            if self._shadow is None:
+                self._shadow = Destination.create(plan, rank, None, version, device)
+            self._shadow.keep_padding_of(self._tensors)
+            return self._shadow, id(self._shadow)
+        self.torn = True
+        place = place_of(self._tensors)
+        if self._filled is None or place != self._place:
+            self._filled = Destination.over(plan, storages, self._tensors, device)
+        self._place = place
+        self._filled.zero_padding()
+        return self._filled, place
+
+    def apply(self, version: int) -> None:
+        if self._shadow is not None:
+            self.torn = True
+            self._shadow.copy_into(self._tensors)
+        self.version, self.torn = version, False
+        if self._hooks.after is not None:
+            self._hooks.after(version)
+
+    def publish(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
