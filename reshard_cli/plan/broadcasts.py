@@ -300,18 +300,23 @@ def _least(table: Ints, whole: Ints, entries: Entries, topology: Topology) -> li
         (1, entries.holder_sets, entries.holders),
         (2, entries.wanter_sets, entries.wanters),
     ):
-        network, own = table[:, table[0] == NETWORK], whole[:, whole[0] == NETWORK]
         amounts = np.bincount(chosen[crossing], entries.total_bytes[crossing], minlength=len(known))
-        domain, at = np.unique(topology.domain[own[column]], return_inverse=True)
+        loads, own = (_network_load(one, one[column], topology.num_ranks) for one in (table, whole))
+        domain, at = np.unique(topology.domain, return_inverse=True)
         more = _rank_sets([tuple(np.nonzero(topology.domain == one)[0].tolist()) for one in domain])
-        total = np.bincount(at.reshape(-1), own[5] - own[4], minlength=len(more))
+        total = np.bincount(at.reshape(-1), own, minlength=len(more))
         both = RankSets(
             np.concatenate([known.members, more.members]),
             np.concatenate([known.offsets, known.offsets[-1] + more.offsets[1:]]),
         )
-        loads = np.bincount(network[column], network[5] - network[4], minlength=topology.num_ranks)
         found.append(least_maximum(both, np.concatenate([amounts, total]).astype(np.int64), loads))
     return found
+
+
+def _network_load(table: Ints, rank: Ints, num_ranks: int) -> Floats:
+    """Return the bytes of each rank at one end of the network streams of a table."""
+    size = (table[5] - table[4]) * (table[0] == NETWORK)
+    return np.bincount(rank, size, minlength=num_ranks).astype(np.float64)
 
 
 def _rank_sets(ranks: list[tuple[int, ...]]) -> RankSets:

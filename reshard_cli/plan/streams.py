@@ -89,17 +89,17 @@ class Streams:
         Where everything goes through relays that is the longest lag; where little does, almost nothing. Without a
         network it is about the domains.
         """
-        kind = NETWORK if np.any(self.kind == NETWORK) else DOMAIN
-        size = np.where(self.kind == kind, self.num_bytes, 0)
-
-        def busiest(chosen: Ints) -> float:
-            ends = (self.sender, self.carrier)
-            return max(float(np.bincount(one, chosen, minlength=num_ranks).max()) for one in ends)
-
-        every = busiest(size) if len(size) else 0.0
-        lags = np.unique(np.concatenate([[0], self.lag]))
-        left = [busiest(np.where(self.lag >= lag, size, 0)) for lag in lags[1:]] if every else []
-        return float(sum(np.diff(lags)[: len(left)] * left) / every) if left else 0.0
+        lags, index = np.unique(self.lag, return_inverse=True)
+        if len(lags) < 2:
+            return 0.0
+        chosen = self.kind == (NETWORK if np.any(self.kind == NETWORK) else DOMAIN)
+        size, row = self.num_bytes[chosen], index.reshape(-1)[chosen]
+        found = np.zeros(len(lags))
+        for rank in (self.sender[chosen], self.carrier[chosen]):
+            by_lag = np.bincount(row * num_ranks + rank, size, minlength=len(lags) * num_ranks)
+            left = np.cumsum(by_lag.reshape(len(lags), num_ranks)[::-1], axis=0)[::-1]
+            found = np.maximum(found, left.max(axis=1))
+        return float((np.diff(lags) * found[1:]).sum() / found[0])
 
 
 def quantum_of(entries: Entries, tolerance: int) -> Ints:
