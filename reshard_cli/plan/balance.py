@@ -8,13 +8,14 @@ proves it: no division can give the ranks H together less than the bytes that on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_cli.layout.boxes import Ints
 
-__all__ = ["Floats", "RankSets", "best_maximum", "share_out"]
+__all__ = ["Floats", "RankSets", "best_maximum", "least_maximum", "share_out"]
 
 Floats = NDArray[np.float64]
 _PASSES = 200
@@ -89,7 +90,11 @@ def best_maximum(sets: RankSets, amounts: Ints, shares: Floats, num_ranks: int) 
     those of the ranks above each load of the given division, which contain the best one when the division
     is the least possible; in any case the result is a true bound.
     """
-    loads = np.bincount(sets.members, shares, minlength=num_ranks)
+    return least_maximum(sets, amounts, np.bincount(sets.members, shares, minlength=num_ranks))
+
+
+def least_maximum(sets: RankSets, amounts: Ints, loads: NDArray[Any]) -> float:
+    """Return that bound where the given division is known by its ranks' loads."""
     if not len(amounts) or loads.max() <= 0:
         return 0.0
     lowest = np.minimum.reduceat(loads[sets.members], sets.offsets[:-1])

@@ -14,21 +14,23 @@ from reshard_cli.errors import DocumentError
 from reshard_cli.layout.boxes import Ints
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.balance import RankSets
+from reshard_cli.plan.broadcasts import with_broadcast
 from reshard_cli.plan.entries import NETWORK, Entries, Intersections
 from reshard_cli.plan.pairs import TensorPair, pair_tensors
 from reshard_cli.plan.relays import chained, chained_streams
 from reshard_cli.plan.routes import Mode, Route, route_of
-from reshard_cli.plan.streams import Streams, make_streams, quantum_of
+from reshard_cli.plan.streams import KEEPS, Streams, make_streams, quantum_of
 from reshard_cli.plan.topology import Topology
 
 __all__ = ["IN_FLIGHT", "PLAN_VERSION", "Plan", "build_plan", "takers"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
 _BLOCK_PADDING = 16
 IN_FLIGHT = 2  # rounds that share the staging: one is packed while the other is on the network
 _OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no matter
 _RELAYED = 128  # rounds with relays, which lag some rounds behind
+_PER_LAG = 16  # rounds for each by which the work of a broadcast lags behind
 _WORTH_RELAYS = 1.1  # how many times fewer bytes of the busiest NIC are worth them
 _LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not worth its messages
 
@@ -95,8 +97,9 @@ def build_plan(
     else:
         pairs, extra, intersections = lender.pairs, lender.extra, lender.intersections
     routes = [route_of(pair, mode) for pair in pairs]
+    conventional = mode != "hybrid"
     for other in known:
-        if other.routes == routes:
+        if other.routes == routes and ("broadcast" not in routes or conventional == (other.mode != "hybrid")):
             return replace(other, mode=mode)
     entries = intersections.entries(pairs, routes)
     coarse = max(1, min(_COARSE, staging // 64))
@@ -106,6 +109,11 @@ def build_plan(
     if chosen is not None:
         entries, streams = chosen
         least = _RELAYED
+    if "broadcast" in routes:
+        quantum = quantum_of(entries, coarse)
+        entries, streams = with_broadcast(entries, streams, topology, quantum, one_chain=conventional)
+        behind = math.ceil(_PER_LAG * streams.rounds_behind(topology.num_ranks))
+        least = max(least, min(_RELAYED, 2 * behind), behind)
     passed_on = _neighbours(entries, streams)
     rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least)
     return Plan(
@@ -123,12 +131,9 @@ def _relayed(
     ratio = streams.best_send / streams.best_receive if streams.best_receive else 0.0
     if ratio < _WORTH_RELAYS:
         return None
-    # what travels whole is not kept whole; what is widened on arrival need not come back bit for bit
+    # what is widened on arrival need not come back bit for bit
     same = [pair.quantised is not None or pair.wire_dtype == pair.destination_dtype for pair in pairs]
-    kept = [
-        one.route == "reshard" and all(same[tensor] for tensor in one.tensors.tolist())
-        for one in entries.classes
-    ]
+    kept = [all(same[tensor] for tensor in one.tensors.tolist()) for one in entries.classes]
     made = chained(entries, ratio, np.array(kept, bool))
     if made is None:
         return None
@@ -141,13 +146,17 @@ def _relayed(
 def _staged_bytes(streams: Streams, passed_on: tuple[Ints, Ints], num_ranks: int) -> tuple[Ints, Ints]:
     """Return per rank the bytes that pass through its staging in all, and the number of its streams.
 
-    A sender packs, a carrier takes, and the carrier's neighbours take what it passes on.
+    A sender packs, a carrier takes, and the carrier's neighbours take what it passes on. What a carrier holds for the
+    next hop lies there twice as long as a round does, and counts twice.
     """
     size = streams.num_bytes.astype(np.float64)
     total = np.bincount(streams.sender, size, minlength=num_ranks)
     total += np.bincount(streams.carrier, size, minlength=num_ranks)
     count = np.bincount(streams.sender, minlength=num_ranks)
     count += np.bincount(streams.carrier, minlength=num_ranks)
+    keeps = (streams.held & KEEPS) > 0
+    total += np.bincount(streams.carrier[keeps], size[keeps], minlength=num_ranks)
+    count += np.bincount(streams.carrier[keeps], minlength=num_ranks)
     neighbour, stream = passed_on
     total += np.bincount(neighbour, size[stream], minlength=num_ranks)
     count += np.bincount(neighbour, minlength=num_ranks)
@@ -187,7 +196,7 @@ def _rounds(
     if not len(streams.kind):
         return 1, 1
     total, count = _staged_bytes(streams, passed_on, num_ranks)
-    overlapping = min(least, int(total.max()) // (_LEAST_ROUND * _OVERLAPPING // least))
+    overlapping = min(least, int(total.max()) // (_LEAST_ROUND * _OVERLAPPING // min(least, _RELAYED)))
     if overlapping <= 1 and total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)
@@ -232,3 +241,5 @@ def _arrays(plan: Plan) -> Iterable[Ints]:
         streams.stop,
         streams.lag,
     )
+    if streams.held.any():
+        yield streams.held

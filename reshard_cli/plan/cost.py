@@ -10,36 +10,35 @@ takes inside its domain, and in how many messages. Each of these resources works
 
 Rounds overlap (reading and packing the next, the network on this one, the domain's exchange of the last), so a
 refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline. Relays
-lag some rounds behind, by which it takes longer.
+lag some rounds behind; what is left to do in those rounds comes on top.
 
 A gather-and-broadcast system, which mode `broadcast` is priced as and, for its broadcast part, mode `hybrid-ffn`,
 works in steps that wait for each other:
 
-    gather       (bytes - what a source domain holds) / (its ranks · nic_achieved)
-    broadcast    the longer of bytes / (a destination domain's ranks · nic_achieved) and bytes / nvlink
+    gather       the busiest NIC or NVLink, of what the plan gathers at its roots
+    broadcast    the busiest NIC or NVLink, of what goes from the roots to and through the destination's domains
     launches     tensors · tensor
 
-The last constant is fitted to published results of such systems; nothing else is.
+The last constant was fitted to published results of such systems, when the gather was priced as one of everything in
+every source domain; nothing else is. The plan itself does better where
+it is run: its hops overlap, and it packs tensors (`plan.broadcasts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_cli.layout.boxes import Ints
-from reshard_cli.plan.balance import Floats
 from reshard_cli.plan.build import Plan, takers
-from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
+from reshard_cli.plan.entries import BROADCAST, DOMAIN, LOCAL, NETWORK
 from reshard_cli.plan.routes import Mode
-from reshard_cli.plan.streams import Streams
-from reshard_cli.spec.dtypes import item_size
+from reshard_cli.plan.streams import GATHERS, Streams
 from reshard_cli.spec.hardware_profile import Hardware
 
-__all__ = ["Prediction", "Traffic", "broadcast_share", "limit_seconds", "predict", "traffic_of"]
+__all__ = ["Prediction", "Traffic", "limit_seconds", "predict", "split_routes", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,45 +102,33 @@ def traffic_of(plan: Plan) -> Traffic:
 def predict(plan: Plan, traffic: Traffic, hardware: Hardware, mode: Mode) -> Prediction:
     """Return what a refit takes in this mode, by the model above."""
     if mode == "broadcast":
-        return _gather_and_broadcast(plan, hardware, range(len(plan.pairs)))
-    whole = [index for index, route in enumerate(plan.routes) if route == "broadcast"]
-    if mode != "hybrid-ffn" or not whole:
+        return _gather_and_broadcast(plan, hardware)
+    if mode != "hybrid-ffn" or "broadcast" not in plan.routes:
         return _pipelined(plan, traffic, hardware)
-    parted = _pipelined(plan, _without(plan), hardware)
-    rest = _gather_and_broadcast(plan, hardware, whole)
+    fragments, whole = split_routes(plan)
+    parted = _pipelined(fragments, traffic_of(fragments), hardware)
+    rest = _gather_and_broadcast(whole, hardware)
     longer = max(parted, rest, key=lambda one: one.seconds)
     parts = {**parted.parts, **rest.parts}
     return Prediction(parted.seconds + rest.seconds, longer.bottleneck, parts)
 
 
-def _without(plan: Plan) -> Traffic:
-    """Return the traffic of the fragments alone, without what is broadcast."""
-    share = broadcast_share(plan, plan.streams)
-    kept = Streams(
-        plan.streams.kind, plan.streams.sender, plan.streams.carrier, plan.streams.wanters,
-        np.zeros_like(plan.streams.start), np.rint(plan.streams.num_bytes * (1 - share)).astype(np.int64),
-        plan.streams.lag,
-        plan.streams.best_send, plan.streams.best_receive,
-    )  # fmt: skip
-    return traffic_of(replace(plan, streams=kept))
+def split_routes(plan: Plan) -> tuple[Plan, Plan]:
+    """Return the plan with the streams of the fragments alone, and with those of what is broadcast."""
+    at = np.searchsorted(plan.entries.start, plan.streams.start, side="right") - 1
+    whole = plan.entries.kind[at] == BROADCAST
+    return _with_streams(plan, ~whole), _with_streams(plan, whole)
 
 
-def broadcast_share(plan: Plan, streams: Streams) -> Floats:
-    """Return per stream the part of its bytes that belongs to tensors on the broadcast route."""
-    entries = plan.entries
-    whole = np.array([one.route == "broadcast" for one in entries.classes], bool)
-    marked = np.concatenate([[0], np.cumsum(entries.total_bytes * whole[entries.tensor_class])])
-
-    def upto(position: Ints) -> Floats:
-        index = np.clip(np.searchsorted(entries.start, position, side="right") - 1, 0, len(entries.kind) - 1)
-        inside = (position - entries.start[index]) * whole[entries.tensor_class[index]]
-        found: Floats = (marked[index] + inside).astype(np.float64)
-        return found
-
-    if not len(streams.kind):
-        return np.zeros(0)
-    share: Floats = (upto(streams.stop) - upto(streams.start)) / np.maximum(streams.num_bytes, 1)
-    return share
+def _with_streams(plan: Plan, chosen: NDArray[np.bool_]) -> Plan:
+    """Return the plan with some of its streams."""
+    streams = plan.streams
+    own = Streams.of(streams.table()[:, chosen], streams.best_send, streams.best_receive)
+    rank, stream = plan.passed_on
+    kept = chosen[stream]
+    passed_on = rank[kept], (np.cumsum(chosen) - 1)[stream[kept]]
+    rounds = plan.cut_rounds + own.longest_lag
+    return replace(plan, streams=own, passed_on=passed_on, num_rounds=rounds)
 
 
 def _pipelined(plan: Plan, traffic: Traffic, hardware: Hardware) -> Prediction:
@@ -160,27 +147,32 @@ def _pipelined(plan: Plan, traffic: Traffic, hardware: Hardware) -> Prediction:
     busiest = max(parts, key=lambda what: parts[what])
     fill = sum(seconds for what, seconds in parts.items() if what != busiest) / plan.cut_rounds
     rank = int(np.argmax(loads[busiest]))
-    seconds = parts[busiest] * plan.num_rounds / plan.cut_rounds + fill
+    behind = plan.streams.rounds_behind(plan.topology.num_ranks)
+    seconds = parts[busiest] * (1 + behind / plan.cut_rounds) + fill
     return Prediction(seconds, f"{busiest}, rank {rank}", parts)
 
 
-def _gather_and_broadcast(plan: Plan, hardware: Hardware, tensors: Sequence[int]) -> Prediction:
-    """Return the price of gathering these tensors in the source and broadcasting each to everybody."""
-    pairs = [plan.pairs[index] for index in tensors]
-    size = sum(int(np.prod(pair.shape, dtype=np.int64)) * item_size(pair.source_dtype) for pair in pairs)
-    topology = plan.topology
-    domains = [
-        np.unique(topology.domain[ranks], return_counts=True)[1]
-        for ranks in (topology.source, topology.destination)
+def _gather_and_broadcast(plan: Plan, hardware: Hardware) -> Prediction:
+    """Return the price of what a plan with nothing else gathers in the source and broadcasts."""
+    gather = (plan.streams.held & GATHERS) > 0
+    names = [
+        pair.num_names for pair, route in zip(plan.pairs, plan.routes, strict=True) if route == "broadcast"
     ]
-    held = size / len(domains[0])
     parts = {
-        "gather": (size - held) / (int(domains[0].min()) * hardware.nic_achieved),
-        "broadcast": max(size / (int(domains[1].min()) * hardware.nic_achieved), size / hardware.nvlink),
-        "tensors one by one": sum(pair.num_names for pair in pairs) * hardware.tensor,
+        "gather": _busiest_link(_with_streams(plan, gather), hardware),
+        "broadcast": _busiest_link(_with_streams(plan, ~gather), hardware),
+        "tensors one by one": sum(names) * hardware.tensor,
     }
     busiest = max(parts, key=lambda what: parts[what])
-    return Prediction(sum(parts.values()), busiest if size else "nothing to move", parts)
+    return Prediction(sum(parts.values()), busiest if len(gather) else "nothing to move", parts)
+
+
+def _busiest_link(plan: Plan, hardware: Hardware) -> float:
+    """Return the seconds of the NIC or NVLink that is busiest."""
+    traffic = traffic_of(plan)
+    network = max(traffic.send_network.max(initial=0), traffic.receive_network.max(initial=0))
+    domain = max(traffic.send_domain.max(initial=0), traffic.receive_domain.max(initial=0))
+    return float(max(network / hardware.nic_achieved, domain / hardware.nvlink))
 
 
 def limit_seconds(reshard: Plan, hardware: Hardware) -> float:

@@ -1,11 +1,12 @@
 """Intersects the two layouts class by class: every box that some domain needs, who holds it, who wants it.
 
 Tensors with the same shape, dtypes, pieces and route form a class; its boxes are computed once. An entry
-is one box of one class for one destination domain: each of the class's tensors has it. Three kinds:
+is one box of one class for one destination domain: each of the class's tensors has it. Four kinds:
 
     network   no rank of the domain holds it: it enters the domain once, and is spread there
     domain    a rank of the domain holds it: it goes over NVLink to each rank that wants it
     local     the rank that wants it holds it itself
+    broadcast it travels whole, to every destination domain; its `wanters` are the roots that gather it first
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from reshard_cli.plan.routes import Route
 from reshard_cli.plan.topology import Topology
 from reshard_cli.spec.dtypes import item_size
 
-__all__ = ["DOMAIN", "LOCAL", "NETWORK", "Entries", "Intersections", "TensorClass"]
+__all__ = ["BROADCAST", "DOMAIN", "LOCAL", "NETWORK", "Entries", "Intersections", "TensorClass"]
 
-NETWORK, DOMAIN, LOCAL = 0, 1, 2
+NETWORK, DOMAIN, LOCAL, BROADCAST = 0, 1, 2, 3
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Entries:
 
     An entry's bytes lie on a line: num_tensors times box_bytes, tensor after tensor. Entries of one group
     (same kind, holders and wanters) follow each other; `start` is where each entry begins on the whole line.
+    needed_bytes: what enters domains on the reshard route.
     """
 
     classes: list[TensorClass]
@@ -63,7 +65,6 @@ class Entries:
     holder_sets: RankSets
     wanter_sets: RankSets
     needed_bytes: int
-    copies: Ints
 
     @property
     def total_bytes(self) -> Ints:
@@ -127,8 +128,15 @@ class _Sides:
             lo, hi = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64)
             everybody = [tuple(self.world["destination"].tolist())]
             boxes = DistinctBoxes(lo, hi, everybody, Intervals.of(lo, hi))
-            self._known[shape] = self._side(boxes, everybody, "destination")
+            none = np.zeros(0, np.int64)
+            self._known[shape] = _Side(boxes, everybody, [], none, none)
         return self._known[shape]
+
+    def roots(self, have: _Side) -> int:
+        """Return the set of the ranks that gather a tensor: of its holders, those in the first one's domain."""
+        holders = sorted(set().union(*have.ranks))
+        home = self.domain_of[holders[0]]
+        return self.sets["destination"].number(tuple(one for one in holders if self.domain_of[one] == home))
 
     def _side(self, boxes: DistinctBoxes, ranks: list[tuple[int, ...]], which: str) -> _Side:
         number = self.sets[which].number
@@ -185,7 +193,7 @@ class Intersections:
             start=np.concatenate([[0], np.cumsum(total)]).astype(np.int64),
             holder_sets=self._sides.sets["source"].frozen(),
             wanter_sets=self._sides.sets["destination"].frozen(),
-            needed_bytes=int(total[kind == NETWORK].sum()), copies=np.ones(len(kind), np.int64),
+            needed_bytes=int(total[kind == NETWORK].sum()),
         )  # fmt: skip
 
     def _class(self, pair: TensorPair, whole: bool) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints, Ints]]:
@@ -201,11 +209,13 @@ class Intersections:
             )
             mine, theirs, lo, hi, size = self._overlap(have.boxes, want.boxes)
             _check_cover(self._source, pair, want, theirs, size)
-            rows = (
-                _shared_rows(have, want, mine, theirs, sides)
-                if self._shared
-                else _rows(have, want, mine, theirs)
-            )
+            if whole:
+                same = np.ones(len(mine), np.int64)
+                rows = same * BROADCAST, have.sets[mine], same * sides.roots(have), np.arange(len(mine))
+            elif self._shared:
+                rows = _shared_rows(have, want, mine, theirs, sides)
+            else:
+                rows = _rows(have, want, mine, theirs)
             self._known[key] = lo, hi, size, rows
         return self._known[key]
 

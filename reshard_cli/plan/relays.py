@@ -87,7 +87,6 @@ def chained(entries: Entries, ratio: float, kept: Booleans) -> tuple[Entries, Ch
     made = replace(
         entries, kind=kind, holders=holders, wanters=wanters, tensor_class=tensor_class, box=box_of,
         box_bytes=box_bytes, num_tensors=num_tensors, start=start,
-        copies=np.where(path < 0, 1, (distinct >= 0).sum(axis=1)[path]),
     )  # fmt: skip
     return made, Chains(distinct, path)
 
@@ -140,11 +139,8 @@ def chained_streams(entries: Entries, chains: Chains, rails: Ints, quantum: Ints
         origin = sender[here] if hop == 0 else carriers[segment[here], hop - 1]
         wanted = chains.sets[path[group[segment[here]]], hop]
         columns = (origin, carriers[segment[here], hop], wanted, start[here], stop[here])
-        tables.append(
-            np.stack(
-                [np.full(len(here), NETWORK, np.int64), *columns, np.full(len(here), hop * LAG, np.int64)]
-            )
-        )
+        same = np.ones(len(here), np.int64)
+        tables.append(np.stack([same * NETWORK, *columns, same * hop * LAG, same * 0]))
         if hop:
             relayed += np.bincount(origin, stop[here] - start[here], minlength=num_ranks)
     best_send = best_maximum(entries.holder_sets, total, sent, num_ranks)

@@ -18,7 +18,7 @@ import numpy as np
 from reshard_cli.layout.boxes import Ints, changes
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, LOCAL, NETWORK
-from reshard_cli.plan.streams import round_positions
+from reshard_cli.plan.streams import KEEPS, SENDS_HELD, round_positions
 
 __all__ = [
     "BIG_FRAGMENT",
@@ -107,7 +107,8 @@ def _run_boxes(
 class Block:
     """What one sender gives one carrier for one set of wanters in one round.
 
-    A relay's sender is no source, but a carrier of another domain, which sends from its own storages.
+    A relay's sender is no source, but a carrier of another domain, which sends from its own storages; where `held`,
+    from what it has in staging. `kept`: the carrier holds it there for the next hop.
     """
 
     kind: int
@@ -117,6 +118,8 @@ class Block:
     packed: list[Fragment] = field(default_factory=list)
     big: list[Fragment] = field(default_factory=list)
     relay: bool = False
+    held: bool = False
+    kept: bool = False
 
     @property
     def packed_bytes(self) -> int:
@@ -175,19 +178,28 @@ def rank_schedule(plan: Plan, rank: int) -> RankSchedule:
     chosen = np.nonzero(mine)[0].astype(np.int64)
     blocks: list[dict[tuple[int, ...], Block]] = [{} for _ in range(plan.num_rounds)]
     members = {number: tuple(sets.of(number).tolist()) for number in set(streams.wanters[chosen].tolist())}
-    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.lag > 0)
-    keys = np.stack(columns)[:, chosen].T.tolist()
+    keys = _block_keys(plan)[:, chosen].T.tolist()
     for stream, number, fragment in _fragments(plan, chosen):
         key = tuple(keys[stream])
         block = blocks[number].get(key)
         if block is None:
-            block = blocks[number][key] = Block(key[0], key[1], key[2], members[key[3]], relay=bool(key[4]))
+            relay, held, kept = (bool(flag) for flag in key[4:])
+            block = Block(key[0], key[1], key[2], members[key[3]], relay=relay, held=held, kept=kept)
+            blocks[number][key] = block
         (block.big if fragment.num_bytes >= BIG_FRAGMENT else block.packed).append(fragment)
     for found in blocks:
         for block in found.values():
             # wide elements first: every fragment then starts at a multiple of its own element's size
             block.packed.sort(key=lambda fragment: -fragment.item_size)
     return RankSchedule(rank, [[found[key] for key in sorted(found)] for found in blocks])
+
+
+def _block_keys(plan: Plan) -> Ints:
+    """Return what tells the blocks of a round apart, as rows: kind, sender, carrier, wanters, relay, held, kept."""
+    streams = plan.streams
+    held, kept = (streams.held & SENDS_HELD) > 0, (streams.held & KEEPS) > 0
+    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters)
+    return np.stack([*columns, (streams.lag > 0) & ~held, held, kept])
 
 
 def _edges(plan: Plan, chosen: Ints, steps: Ints) -> Ints:
@@ -276,15 +288,15 @@ def passed_on_runs(blocks: Iterable[Block]) -> list[tuple[Block, ...]]:
 
     A run ends where the next block's elements would not start at a multiple of their size.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    groups: dict[tuple[int, tuple[int, ...], bool], list[Block]] = {}
     for block in blocks:
         if block.kind == NETWORK and block.packed and len(block.wanters) > 1:
-            groups.setdefault((block.carrier, block.wanters), []).append(block)
+            groups.setdefault((block.carrier, block.wanters, block.kept), []).append(block)
     runs: list[tuple[Block, ...]] = []
     for _, members in sorted(groups.items()):
         run: list[Block] = []
         size = 0
-        for block in sorted(members, key=lambda one: (one.sender, one.relay)):
+        for block in sorted(members, key=lambda one: (one.sender, one.relay, one.held)):
             if run and size % block.packed[0].item_size:
                 runs.append(tuple(run))
                 run, size = [], 0
@@ -321,7 +333,8 @@ def pair_digests(schedule: RankSchedule) -> dict[tuple[int, int], str]:
                 for pair in _routes_of(block, schedule.rank, phase):
                     if told is None:
                         parts = [tuple(one) for one in block.packed], [tuple(one) for one in block.big]
-                        told = repr((number, block.kind, block.relay, parts)).encode()
+                        which = block.relay, block.held, block.kept
+                        told = repr((number, block.kind, which, parts)).encode()
                     contents.setdefault(pair, []).append(told)
     return {pair: hashlib.sha256(b"".join(told)).hexdigest() for pair, told in contents.items()}
 
@@ -352,10 +365,10 @@ def count_messages(plan: Plan) -> int:
     crossing = streams.kind[chosen] == NETWORK
     sizes = entries.wanter_sets.sizes[streams.wanters[chosen]]
     # blocks in the order of the streams: those of one sender, carrier and wanter set follow each other
-    columns = (streams.kind, streams.sender, streams.carrier, streams.wanters, streams.lag > 0)
-    block = np.cumsum(changes(*columns)).astype(np.int64)[chosen]
+    block = np.cumsum(changes(*_block_keys(plan))).astype(np.int64)[chosen]
     # what a carrier took from several senders it passes on in one message a wanter
     group = streams.carrier[chosen] * len(entries.wanter_sets) + streams.wanters[chosen]
+    group = 2 * group + ((streams.held[chosen] & KEEPS) > 0)
     found = int((long * np.where(crossing, sizes, 1)).sum())
     found += _packed_messages(block, number, short, np.ones_like(sizes))
     found += _packed_messages(group[crossing], number[crossing], short[crossing], sizes[crossing] - 1)

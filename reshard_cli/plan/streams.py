@@ -16,22 +16,30 @@ from reshard_cli.plan.balance import Floats, RankSets, best_maximum, share_out
 from reshard_cli.plan.entries import DOMAIN, NETWORK, Entries, TensorClass
 
 __all__ = [
+    "GATHERS",
+    "KEEPS",
+    "SENDS_HELD",
     "Streams",
     "cut_groups",
     "cut_segments",
+    "groups_of",
     "make_streams",
     "quantum_of",
     "round_positions",
     "sorted_streams",
 ]
 
+GATHERS, KEEPS, SENDS_HELD = 1, 2, 4  # of a stream's `held`
+
 
 @dataclass(slots=True)
 class Streams:
-    """The streams as columns: kind, sender and carrier (world ranks), wanter set, bytes of the line, lag.
+    """The streams as columns: kind, sender and carrier (world ranks), wanter set, bytes of the line, lag, held.
 
-    A stream with a lag is a relay's: its sender is a carrier of another domain, which has the bytes that many
-    rounds before. best_send and best_receive: the least possible network bytes of the busiest sender and carrier.
+    A stream with a lag is a relay's: its sender is a carrier of another stream, which has the bytes that many
+    rounds before. What travels whole is relayed from staging, and `held` has flags for that: the carrier is a root
+    (GATHERS), the carrier holds the bytes for the next hop (KEEPS), the sender sends what it held (SENDS_HELD).
+    best_send and best_receive: the least possible network bytes of the busiest sender and carrier.
     """
 
     kind: Ints
@@ -41,6 +49,7 @@ class Streams:
     start: Ints
     stop: Ints
     lag: Ints
+    held: Ints
     best_send: float
     best_receive: float
 
@@ -54,9 +63,43 @@ class Streams:
         """The rounds by which the last stream begins after the first."""
         return int(self.lag.max(initial=0))
 
+    @classmethod
+    def of(cls, table: Ints, best_send: float, best_receive: float) -> Streams:
+        """Return the streams of the rows of a table (see `table`)."""
+        kind, sender, carrier, wanters, start, stop, lag, held = table
+        return cls(kind, sender, carrier, wanters, start, stop, lag, held, best_send, best_receive)
+
     def table(self) -> Ints:
-        """Return the columns as rows of one array: kind, sender, carrier, wanters, start, stop, lag."""
-        return np.stack([self.kind, self.sender, self.carrier, self.wanters, self.start, self.stop, self.lag])
+        """Return the columns as rows of one array, in the order of the fields."""
+        columns = (
+            self.kind,
+            self.sender,
+            self.carrier,
+            self.wanters,
+            self.start,
+            self.stop,
+            self.lag,
+            self.held,
+        )
+        return np.stack(columns)
+
+    def rounds_behind(self, num_ranks: int) -> float:
+        """Return how many rounds' worth of the busiest NIC is left when streams without a lag are through.
+
+        Where everything goes through relays that is the longest lag; where little does, almost nothing. Without a
+        network it is about the domains.
+        """
+        lags, index = np.unique(self.lag, return_inverse=True)
+        if len(lags) < 2:
+            return 0.0
+        chosen = self.kind == (NETWORK if np.any(self.kind == NETWORK) else DOMAIN)
+        size, row = self.num_bytes[chosen], index.reshape(-1)[chosen]
+        found = np.zeros(len(lags))
+        for rank in (self.sender[chosen], self.carrier[chosen]):
+            by_lag = np.bincount(row * num_ranks + rank, size, minlength=len(lags) * num_ranks)
+            left = np.cumsum(by_lag.reshape(len(lags), num_ranks)[::-1], axis=0)[::-1]
+            found = np.maximum(found, left.max(axis=1))
+        return float((np.diff(lags) * found[1:]).sum() / found[0])
 
 
 def quantum_of(entries: Entries, tolerance: int) -> Ints:
@@ -106,7 +149,7 @@ def make_streams(
         chosen = np.nonzero(entries.kind == kind)[0]
         if not len(chosen) or kind == skip:
             continue
-        first, last, holders, wanters = _groups(entries, chosen)
+        first, last, holders, wanters = groups_of(entries, chosen)
         amounts = last - first
         carrier_total = np.bincount(wanters, amounts, minlength=len(entries.wanter_sets)).astype(np.int64)
         shares = share_out(entries.wanter_sets, carrier_total, num_ranks)
@@ -127,24 +170,24 @@ def make_streams(
         kept = stop > start
         segment, sender, start, stop = segment[kept], sender[kept], start[kept], stop[kept]
         made = [sender, carrier[segment], wanters[group[segment]], start, stop]
-        columns.append(np.stack([np.full(len(start), kind), *made, np.zeros(len(start), np.int64)]))
-    table = np.concatenate(columns, axis=1) if columns else np.zeros((7, 0), np.int64)
+        none = np.zeros(len(start), np.int64)
+        columns.append(np.stack([np.full(len(start), kind), *made, none, none]))
+    table = np.concatenate(columns, axis=1) if columns else np.zeros((8, 0), np.int64)
     return sorted_streams(table, num_ranks, len(entries.wanter_sets), best[0], best[1])
 
 
 def sorted_streams(
     table: Ints, num_ranks: int, num_sets: int, best_send: float, best_receive: float
 ) -> Streams:
-    """Return the streams of a table's columns (see `Streams.table`), by kind, sender, carrier, set and start."""
+    """Return the streams of a table (see `Streams.table`), by kind, sender, carrier, set, held and start."""
     # one key for kind, sender, carrier and wanter set: they are small enough for 64 bits together
     key = (table[0] * num_ranks + table[1]) * num_ranks + table[2]
     key = key * max(1, num_sets) + table[3]
-    table = table[:, np.lexsort((table[4], key))].astype(np.int64, copy=False)
-    kinds, senders, carriers, wanted, starts, stops, lag = table
-    return Streams(kinds, senders, carriers, wanted, starts, stops, lag, best_send, best_receive)
+    table = table[:, np.lexsort((table[4], table[7], key))].astype(np.int64, copy=False)
+    return Streams.of(table, best_send, best_receive)
 
 
-def _groups(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def groups_of(entries: Entries, chosen: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (start, stop, holders, wanters) of each run of entries with the same holders and wanters."""
     holders, wanters = entries.holders[chosen], entries.wanters[chosen]
     at = np.nonzero(changes(holders, wanters))[0]

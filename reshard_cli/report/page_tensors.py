@@ -39,18 +39,27 @@ class _Row:
 
 def network_bytes_by_pair(plan: Plan) -> Ints:
     """Return the network bytes of each of the plan's pairs of tensors."""
-    entries = plan.entries
+    entries, streams = plan.entries, plan.streams
     found = np.zeros(len(plan.pairs), np.int64)
-    crossing = entries.kind == NETWORK
-    # the tensors of a class are cut alike, and each has all of the class's boxes
-    of_class = np.bincount(
-        entries.tensor_class[crossing],
-        (entries.box_bytes * entries.copies)[crossing],
-        minlength=len(entries.classes),
+    crossing = streams.kind == NETWORK
+    upto = _bytes_before(entries.start, streams.start[crossing]) - _bytes_before(
+        entries.start, streams.stop[crossing]
     )
-    for one, amount in zip(entries.classes, of_class.astype(np.int64).tolist(), strict=True):
-        found[one.tensors] = amount
+    of_class = np.zeros(len(entries.classes), np.int64)
+    np.add.at(of_class, entries.tensor_class, np.diff(upto))
+    # the tensors of a class are cut alike, and each has all of the class's boxes
+    for one, amount in zip(entries.classes, of_class.tolist(), strict=True):
+        found[one.tensors] = amount // len(one.tensors)
     return found
+
+
+def _bytes_before(positions: Ints, edges: Ints) -> Ints:
+    """Return for each position the distances to it from all edges before it, added up."""
+    ordered = np.sort(edges)
+    count = np.searchsorted(ordered, positions)
+    total = np.concatenate([[0], np.cumsum(ordered)])[count]
+    distances: Ints = count * positions - total
+    return distances
 
 
 def tensor_rows(plan: Plan) -> list[list[Any]]:

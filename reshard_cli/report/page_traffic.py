@@ -16,6 +16,7 @@ from reshard_cli.plan.build import Plan
 from reshard_cli.plan.cost import Traffic, traffic_of
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.schedule import _edges
+from reshard_cli.plan.streams import GATHERS
 
 __all__ = ["Axis", "load_data", "make_axis", "matrix_data", "rounds_data"]
 
@@ -88,12 +89,15 @@ def matrix_data(plan: Plan, name_of: NameOf) -> dict[str, Any]:
     crossing = streams.kind == NETWORK
     rows, columns = (
         make_axis(ranks, topology.domain, name_of, by_rank=by_rank, most=_MOST_CELLS)
-        for ranks in (_network_senders(plan), topology.destination)
+        for ranks in (_network_senders(plan), _takers(plan, NETWORK))
     )
     network = _matrix(rows, columns, streams.sender[crossing], streams.carrier[crossing], size[crossing])
     sender, receiver, amount = _inside(plan)
     if by_rank:
-        rows = make_axis(_inside_senders(plan), topology.domain, name_of, by_rank=True, most=_MOST_CELLS)
+        rows, columns = (
+            make_axis(ranks, topology.domain, name_of, by_rank=True, most=_MOST_CELLS)
+            for ranks in (_inside_senders(plan), _takers(plan, DOMAIN))
+        )
     else:
         # whole domains would all lie on the diagonal: who passes on to whom shows by the places in a domain
         rows = columns = _places(plan)
@@ -115,6 +119,12 @@ def _network_senders(plan: Plan) -> Ints:
     """Return the source's ranks, and those of the destination that relay to other domains."""
     streams = plan.streams
     return np.union1d(plan.topology.source, streams.sender[streams.kind == NETWORK])
+
+
+def _takers(plan: Plan, kind: int) -> Ints:
+    """Return the destination's ranks, and those of the source that gather what is broadcast."""
+    streams = plan.streams
+    return np.union1d(plan.topology.destination, streams.carrier[streams.kind == kind])
 
 
 def _inside_senders(plan: Plan) -> Ints:
@@ -158,6 +168,7 @@ def load_data(plan: Plan, name_of: NameOf) -> dict[str, list[dict[str, Any]]]:
     names = (plan.source.name, plan.destination.name)
     inside = _inside_senders(plan)
     relays = " and relays" if streams.longest_lag else ""
+    roots = " and roots" if np.any(streams.held & GATHERS) else ""
     both = " and ".join(dict.fromkeys(names)) if len(inside) > len(topology.destination) else names[1]
 
     def chart(title: str, ranks: Ints, loads: Ints, best: float | None) -> dict[str, Any]:
@@ -174,12 +185,15 @@ def load_data(plan: Plan, name_of: NameOf) -> dict[str, list[dict[str, Any]]]:
                 streams.best_send,
             ),
             chart(
-                f"Receiving, {names[1]}", topology.destination, traffic.receive_network, streams.best_receive
+                f"Receiving, {names[1]}{roots}",
+                _takers(plan, NETWORK),
+                traffic.receive_network,
+                streams.best_receive,
             ),
         ],
         "nvlink": [
             chart(f"Sending, {both}", inside, traffic.send_domain, None),
-            chart(f"Receiving, {names[1]}", topology.destination, traffic.receive_domain, None),
+            chart(f"Receiving, {names[1]}{roots}", _takers(plan, DOMAIN), traffic.receive_domain, None),
         ],
     }
 

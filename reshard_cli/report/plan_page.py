@@ -16,7 +16,7 @@ from reshard_cli.report.page_script import SCRIPT
 from reshard_cli.report.page_style import STYLE
 from reshard_cli.report.page_tensors import tensor_rows
 from reshard_cli.report.page_traffic import NameOf, load_data, matrix_data, rounds_data
-from reshard_cli.report.terminal import bytes_text
+from reshard_cli.report.terminal import broadcast_facts, bytes_text
 
 __all__ = ["page_data", "plan_page"]
 
@@ -156,6 +156,7 @@ def _facts(report: dict[str, Any]) -> str:
             if report["relays"]["network_bytes"]
             else []
         ),
+        *broadcast_facts(report["broadcast"]),
         ("inside domains", bytes_text(traffic["domain_bytes"])),
         ("kept on a rank", bytes_text(traffic["local_bytes"])),
         ("digest", report["digest"][:16]),

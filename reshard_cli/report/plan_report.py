@@ -6,10 +6,14 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from reshard_cli.plan.build import Plan, build_plan
-from reshard_cli.plan.cost import Prediction, Traffic, limit_seconds, predict, traffic_of
+from reshard_cli.plan.cost import Prediction, Traffic, limit_seconds, predict, split_routes, traffic_of
+from reshard_cli.plan.entries import NETWORK
 from reshard_cli.plan.routes import MODES, Mode
 from reshard_cli.plan.schedule import count_messages
+from reshard_cli.plan.streams import GATHERS, SENDS_HELD
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.prepare import Jobs
 from reshard_cli.report.tensor_classes import largest_tensors, memory_of, tensor_classes
@@ -73,10 +77,8 @@ def plan_report(
         "balance": _balance(plan, chosen),
         "messages": count_messages(plan),
         "rounds": plan.num_rounds,
-        "relays": {
-            "network_bytes": int(plan.streams.num_bytes[plan.streams.lag > 0].sum()),
-            "rounds_behind": plan.streams.longest_lag,
-        },
+        "relays": _relays(plan),
+        "broadcast": _broadcast(plan),
         "memory": {"staging_bytes": staging, **memory_of(jobs, plan)},
         "limit_seconds": limit_seconds(plans["reshard"], hardware),
         "predicted": _predicted(predicted[mode], hardware),
@@ -114,6 +116,30 @@ def _routes(plan: Plan) -> dict[str, Any]:
     for one in found.values():
         one["share"] = one["bytes"] / total if total else 0.0
     return found
+
+
+def _relays(plan: Plan) -> dict[str, int]:
+    """Return what destination domains pass on to each other of what is resharded."""
+    streams = plan.streams
+    relayed = (streams.lag > 0) & (streams.held == 0)
+    behind = int(streams.lag[relayed].max(initial=0))
+    return {"network_bytes": int(streams.num_bytes[relayed].sum()), "rounds_behind": behind}
+
+
+def _broadcast(plan: Plan) -> dict[str, int]:
+    """Return what the broadcast route gathers in the source, and what it sends from domain to domain."""
+    streams = split_routes(plan)[1].streams
+    network, gathers = streams.kind == NETWORK, (streams.held & GATHERS) > 0
+    roots = np.union1d(
+        streams.carrier[gathers], streams.sender[~gathers & ((streams.held & SENDS_HELD) == 0)]
+    )
+    return {
+        "roots": len(roots),
+        "gather_network_bytes": int(streams.num_bytes[gathers & network].sum()),
+        "gather_domain_bytes": int(streams.num_bytes[gathers & ~network].sum()),
+        "network_bytes": int(streams.num_bytes[~gathers & network].sum()),
+        "rounds_behind": streams.longest_lag,
+    }
 
 
 def _balance(plan: Plan, traffic: Traffic) -> dict[str, float]:

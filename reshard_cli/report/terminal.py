@@ -9,7 +9,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["bytes_text", "print_listing", "print_model", "print_plan", "print_refit", "print_tensors"]
+__all__ = [
+    "broadcast_facts",
+    "bytes_text",
+    "print_listing",
+    "print_model",
+    "print_plan",
+    "print_refit",
+    "print_tensors",
+]
 
 
 def bytes_text(count: float) -> str:
@@ -61,6 +69,7 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
                 ("rounds", f"{report['rounds']} of at most {bytes_text(memory['staging_bytes'])} staging, "
                            f"{report['messages']} messages"),
                 *_relays(report["relays"]),
+                *broadcast_facts(report["broadcast"]),
                 ("memory", f"weights of {bytes_text(memory['source_bytes'])} on the fullest source rank, "
                            f"{bytes_text(memory['destination_bytes'])} on the fullest destination rank"
                            + _landing(memory["landing_bytes"])),
@@ -100,6 +109,19 @@ def _relays(relays: dict[str, Any]) -> list[tuple[str, str]]:
             f"{told}{relays['rounds_behind']} rounds behind: the source's NICs would be the bottleneck",
         )
     ]
+
+
+def broadcast_facts(whole: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about what a plan gathers and broadcasts, or none."""
+    if not whole["roots"]:
+        return []
+    gathered = whole["gather_network_bytes"], whole["gather_domain_bytes"]
+    told = (
+        f"gathered at {whole['roots']} roots ({bytes_text(gathered[0])} over the network, {bytes_text(gathered[1])} "
+        f"inside domains), then {bytes_text(whole['network_bytes'])} down the destination's domains, up to "
+        f"{whole['rounds_behind']} rounds behind"
+    )
+    return [("broadcast", told)]
 
 
 def _landing(landing: int) -> str:

@@ -74,12 +74,6 @@ def test_where_the_source_is_no_bottleneck_there_are_none(tmp_path, source, copi
     assert plan.num_rounds == plan.cut_rounds
 
 
-def test_what_travels_whole_is_never_relayed(tmp_path):
-    jobs = jobs_of(tmp_path, [(1024, 1024)] * 8, source=2, copies=3, tp=2, domain=2)
-    plan = plan_of(jobs, "broadcast")
-    assert plan.streams.longest_lag == 0
-
-
 @st.composite
 def cases(draw):
     shapes = draw(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)), min_size=1, max_size=5))
