@@ -20,7 +20,7 @@ from reshard_cli.plan.schedule import RankSchedule, rank_schedule
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.agreement import agree
 from reshard_cli.refit.clock import Clock
-from reshard_cli.refit.endpoints import Destination, check_target, open_source
+from reshard_cli.refit.endpoints import Destination, check_target, open_source, state_dict_of
 from reshard_cli.refit.environment import describe_environment
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.joining import join
@@ -65,6 +65,7 @@ class RefitReport:
     environment: dict[str, Any]
     casts: list[str]
     extra: list[str]
+    state_dict: str
 
 
 def run_rank(
@@ -129,6 +130,7 @@ class _Session:
         self.sent = {NETWORK: 0, DOMAIN: 0}
         self.compared = 0
         self.extra = plan.extra
+        self.state_dict = ""
         self.peak = 0
 
     def run(
@@ -187,8 +189,12 @@ class _Session:
         if self.source_rank is None and not (self.options.verify and self.destination_rank is not None):
             return
         ranks = [] if self.source_rank is None else [self.source_rank]
-        _, extra = open_source(self.options.origin, self.plan, ranks, 1, allow_extra=self.options.allow_extra)
+        source, extra = open_source(
+            self.options.origin, self.plan, ranks, 1,
+            allow_extra=self.options.allow_extra, trust=self.options.trust_checkpoint,
+        )  # fmt: skip
         self.extra = sorted({*self.extra, *extra})
+        self.state_dict = state_dict_of(source)
 
     def _destination(self, version: int) -> Destination | None:
         if self.destination_rank is None:
@@ -199,8 +205,9 @@ class _Session:
         if self.source_rank is None:
             return None
         source, _ = open_source(
-            self.options.origin, self.plan, [self.source_rank], version, allow_extra=self.options.allow_extra
-        )
+            self.options.origin, self.plan, [self.source_rank], version,
+            allow_extra=self.options.allow_extra, trust=self.options.trust_checkpoint,
+        )  # fmt: skip
         return source
 
     def _executor(
@@ -225,7 +232,8 @@ class _Session:
         ranks = list(range(self.plan.source.num_ranks))
         truth, _ = open_source(
             self.options.origin, self.plan, ranks, version,
-            allow_extra=self.options.allow_extra, casts=("sender", "receiver"),
+            allow_extra=self.options.allow_extra, trust=self.options.trust_checkpoint,
+            casts=("sender", "receiver"),
         )  # fmt: skip
         wires = wire_dtypes(self.plan)
         try:
@@ -300,6 +308,7 @@ class _Session:
             environment=describe_environment(self.setup["backend"]),
             casts=casts,
             extra=self.extra,
+            state_dict=self.state_dict,
         )
 
     def close(self) -> None:

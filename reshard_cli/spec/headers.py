@@ -13,15 +13,26 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import DTYPE_OF_SAFETENSORS, item_size
 
-__all__ = ["StoredTensor", "index_folder", "is_rank_folder", "rank_file_name", "read_header"]
+__all__ = ["Stored", "StoredTensor", "index_folder", "is_rank_folder", "rank_file_name", "read_header"]
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 INDEX_NAME = "model.safetensors.index.json"
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint, whatever the format: the file that describes it, its dtype and shape."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
@@ -13,7 +14,16 @@ from reshard_cli.layout.storage import RankStorage
 from reshard_cli.plan.schedule import Fragment
 from reshard_cli.weights.tensors import as_bytes, typed
 
-__all__ = ["Boxed", "Corner", "Source", "StorageWindows", "contiguous_bytes", "intersection", "within"]
+__all__ = [
+    "Boxed",
+    "Corner",
+    "Source",
+    "StorageWindows",
+    "contiguous_bytes",
+    "intersection",
+    "parts_of",
+    "within",
+]
 
 Corner = tuple[int, ...]
 Boxed = tuple[Corner, Corner, Tensor]
@@ -44,6 +54,23 @@ def within(view: Tensor, origin: Corner, lo: Corner, hi: Corner) -> Tensor:
         if start != at or stop - start != view.shape[dim]:
             view = view.narrow(dim, start - at, stop - start)
     return view
+
+
+def parts_of(lo: Corner, hi: Corner, most: int) -> Iterator[tuple[Corner, Corner]]:
+    """Yield boxes of at most `most` elements (or one row) that together are the box, in order."""
+    for dim in range(len(lo)):
+        rows = hi[dim] - lo[dim]
+        inner = math.prod(b - a for a, b in zip(lo[dim + 1 :], hi[dim + 1 :], strict=True))
+        if rows * inner <= most:
+            break
+        if rows > 1:
+            step = max(1, most // inner)
+            for start in range(lo[dim], hi[dim], step):
+                stop = min(start + step, hi[dim])
+                part = (*lo[:dim], start, *lo[dim + 1 :]), (*hi[:dim], stop, *hi[dim + 1 :])
+                yield from parts_of(*part, most) if step == 1 and inner > most else iter([part])
+            return
+    yield lo, hi
 
 
 class StorageWindows:
