@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import ITEM_SIZE
+from reshard_cli.spec.headers import is_file_name
 from reshard_cli.spec.pickled import Made, Named, Pairs, read_pickle
 
 __all__ = ["Chunk", "ChunkedTensor", "DcpIndex", "is_dcp_folder", "model_prefix", "read_dcp"]
@@ -133,7 +134,7 @@ class DcpIndex:
     def _chunk(self, lo: Corner, hi: Corner, info: Made, sizes: dict[Path, int]) -> Chunk:
         fields = _fields(info, _STORAGE_INFO)
         name, start, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+        if not isinstance(name, str) or not is_file_name(name):
             raise ValueError("a chunk is in no file of this folder")
         if not (isinstance(start, int) and isinstance(length, int) and _whole(start) and _whole(length)):
             raise ValueError(f"a chunk has no range of bytes in {name}")
