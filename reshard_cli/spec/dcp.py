@@ -188,7 +188,7 @@ def _read(folder: Path, _mtime: int, _size: int) -> DcpIndex:
     for key, info in _pairs(metadata.get("storage_data"), "chunks"):
         fields = _fields(key, _METADATA + "MetadataIndex")
         name, offset = fields.get("fqn"), fields.get("offset")
-        if name not in entries:
+        if not isinstance(name, str) or name not in entries:
             continue  # an object that is no tensor
         if not isinstance(info, Made) or info.name != _STORAGE_INFO:
             raise ValueError(f"it does not say where in a file {name!r} lies")
