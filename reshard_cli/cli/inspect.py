@@ -15,10 +15,12 @@ from reshard_cli.spec.names import template_of
 __all__ = ["run_inspect"]
 
 
-def run_inspect(folder: Path, *, write: Path | None, name: str | None, json_file: str | None) -> None:
+def run_inspect(
+    folder: Path, *, write: Path | None, name: str | None, json_file: str | None, trust: bool
+) -> None:
     """Print the tensors, those of all layers as one line. Raises DocumentError or WeightsError."""
     check_file(json_file, "--json")
-    model = read_model(folder)
+    model = read_model(folder, trust=trust)
     families: dict[tuple[str, tuple[int, ...], str], list[LogicalTensor]] = defaultdict(list)
     for tensor in model.tensors:
         template = template_of(tensor.name.replace("{expert}", "0"))[0]

@@ -87,6 +87,12 @@ DomainFlag = Annotated[
 ]
 ColocatedFlag = Annotated[bool, typer.Option("--colocated", help="both jobs start at rank 0 and share GPUs")]
 ExtraFlag = Annotated[bool, typer.Option("--allow-extra", help="leave out tensors that only the source has")]
+TrustFlag = Annotated[
+    bool,
+    typer.Option(
+        "--trust-checkpoint", help="read a DCP checkpoint's metadata (a pickle; read as data, never run)"
+    ),
+]
 JsonFlag = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="write the report; - for standard output, alone")
 ]
@@ -103,6 +109,7 @@ def plan(
     domain: DomainFlag = None,
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
+    trust_checkpoint: TrustFlag = False,
     tensor: Annotated[
         str | None, typer.Option("--tensor", metavar="NAME", help="tell who holds and who sends this tensor")
     ] = None,
@@ -130,7 +137,7 @@ def plan(
     run_plan(
         source, destination, model=model, mode=mode.value, staging=_bytes_of(staging), domain=domain,
         colocated=colocated, allow_extra=allow_extra, hardware=hardware, json_file=json, html_file=html,
-        tensor=tensor, tensors=tensors,
+        tensor=tensor, tensors=tensors, trust=trust_checkpoint,
     )  # fmt: skip
 
 
@@ -139,7 +146,7 @@ def refit(
     source: Source,
     destination: Destination,
     origin: Annotated[
-        str, typer.Option("--from", metavar="WHERE", help="a safetensors folder, or synthetic")
+        str, typer.Option("--from", metavar="WHERE", help="a safetensors or DCP folder, or synthetic")
     ] = "synthetic",
     target: Annotated[
         str, typer.Option("--to", metavar="WHERE", help="a folder (one file per destination rank), or memory")
@@ -154,6 +161,7 @@ def refit(
     domain: DomainFlag = None,
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
+    trust_checkpoint: TrustFlag = False,
     json: JsonFlag = None,
     debug: DebugFlag = False,
 ) -> None:
@@ -166,6 +174,7 @@ def refit(
             source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
             iterations=iterations, verify=verify, staging=_bytes_of(staging), timeout=timeout,
             backend=backend.value, domain=domain, colocated=colocated, allow_extra=allow_extra,
+            trust_checkpoint=trust_checkpoint,
         ),
         json_file=json, debug=debug,
     )  # fmt: skip
@@ -244,13 +253,14 @@ def inspect(
         Path | None, typer.Option("--write", metavar="FILE", help="write a model document")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="the model's name in that document")] = None,
+    trust_checkpoint: TrustFlag = False,
     json: JsonFlag = None,
     debug: DebugFlag = False,
 ) -> None:
     """Print a model's tensors, from headers alone; write them as a model document."""
     from reshard_cli.cli.inspect import run_inspect
 
-    run_inspect(folder, write=write, name=name, json_file=json)
+    run_inspect(folder, write=write, name=name, json_file=json, trust=trust_checkpoint)
 
 
 @app.command()

@@ -36,6 +36,7 @@ def run_plan(
     html_file: str | None,
     tensor: str | None,
     tensors: str | None,
+    trust: bool,
 ) -> None:
     """Plan and print. Raises DocumentError or WeightsError."""
     check_file(json_file, "--json")
@@ -44,7 +45,7 @@ def run_plan(
         raise DocumentError(
             "--domain auto: only running ranks can say which machine they are on; give a number"
         )
-    jobs = read_jobs(source, destination, model)
+    jobs = read_jobs(source, destination, model, trust=trust)
     topology = jobs.topology(parse_domain(domain), colocated)
     if tensor is not None or tensors is not None:
         if html_file is not None:

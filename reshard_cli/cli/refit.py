@@ -27,7 +27,9 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
         # rank files have an engine's storages and names; only a checkpoint's are the model's
         checkpoint = options.origin != "synthetic" and folder.is_dir() and not is_rank_folder(folder)
         fallback = folder if checkpoint else None
-        return read_jobs(options.source, options.destination, options.model, fallback)
+        return read_jobs(
+            options.source, options.destination, options.model, fallback, trust=options.trust_checkpoint
+        )
 
     under_torchrun = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     jobs = None if under_torchrun else read()

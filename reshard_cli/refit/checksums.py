@@ -19,9 +19,9 @@ from reshard_cli.errors import VerifyError
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.pairs import TensorPair
-from reshard_cli.refit.verify import chunks, shown_box
+from reshard_cli.refit.verify import CHUNK, shown_box
 from reshard_cli.weights.tensors import raw, torch_dtype
-from reshard_cli.weights.windows import Corner, Source, intersection
+from reshard_cli.weights.windows import Corner, Source, intersection, parts_of
 
 __all__ = ["SharedBox", "Sums", "compare_sums", "shared_boxes", "source_sums"]
 
@@ -141,7 +141,7 @@ def _sum_of(
 ) -> int:
     """Return the sum over a box of a tensor of this global shape; `cast`: through the first dtype to the second."""
     total = 0
-    for part_lo, part_hi in chunks(lo, hi):
+    for part_lo, part_hi in parts_of(lo, hi, CHUNK):
         part = values
         for dim, (start, stop, at) in enumerate(zip(part_lo, part_hi, lo, strict=True)):
             part = part.narrow(dim, start - at, stop - start)

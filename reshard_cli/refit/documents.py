@@ -35,8 +35,8 @@ class Layout:
         """
         from reshard_cli.weights.live_layout import layout_of_state_dict
 
-        document, model = layout_of_state_dict(state_dict, name=name, domain=domain)
-        return cls(document, model)
+        live = layout_of_state_dict(state_dict, name=name, domain=domain)
+        return cls({key: value for key, value in live.layout.items() if key != "model"}, live.model)
 
     def to_yaml(self) -> str:
         """Return the layout document as text."""
@@ -52,11 +52,15 @@ class Described:
 
 
 def described(
-    given: str | Path | Layout, model: Path | None = None, fallback: Path | None = None
+    given: str | Path | Layout,
+    model: Path | None = None,
+    fallback: Path | None = None,
+    *,
+    trust: bool = False,
 ) -> Described:
     """Return the layout of a job. Raises DocumentError.
 
-    Its model is `model`, else what the document names, else `fallback`.
+    Its model is `model`, else what the document names, else `fallback`; `trust`: it may be a DCP folder.
     """
     if isinstance(given, Layout):
         note = {"layout": given.document, "model": model_document_text(given.model, "model")}
@@ -65,7 +69,7 @@ def described(
     path = model_path(loaded, model) or fallback
     if path is None:
         raise DocumentError(f"{given}: names no `model`; add one, or give --model")
-    known = read_model(path)
+    known = read_model(path, trust=trust)
     document = loaded.document.model_dump(exclude_defaults=True)
     document.pop("model", None)
     return Described(

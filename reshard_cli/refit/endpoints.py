@@ -12,9 +12,11 @@ from torch import Tensor
 from reshard_cli.errors import DocumentError, WeightsError
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
+from reshard_cli.spec.dcp import is_dcp_folder
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import is_rank_folder
 from reshard_cli.weights.checkpoint import CheckpointSource, check_checkpoint
+from reshard_cli.weights.dcp import DcpSource, check_dcp
 from reshard_cli.weights.files import MappedFile
 from reshard_cli.weights.landing import Landing
 from reshard_cli.weights.quantise import QuantisingSource, made_of
@@ -23,7 +25,7 @@ from reshard_cli.weights.synthetic import SyntheticSource
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Source, StorageWindows
 
-__all__ = ["Destination", "check_target", "open_source"]
+__all__ = ["Destination", "check_target", "open_source", "state_dict_of"]
 
 
 def open_source(
@@ -33,21 +35,30 @@ def open_source(
     version: int,
     *,
     allow_extra: bool,
+    trust: bool = False,
     casts: Sequence[str] = ("sender",),
 ) -> tuple[Source, list[str]]:
     """Return the source named by `--from`, and the names of what it holds beyond the documents.
 
     `ranks`: whose rank files are read, where it is a rank folder. `casts`: the block-wise casts of these
-    sides are made while it is read. Raises WeightsError where it does not hold what the documents say,
-    DocumentError for an unknown form.
+    sides are made while it is read. `trust`: the metadata of a DCP folder may be read. Raises WeightsError
+    where it does not hold what the documents say, DocumentError for an unknown form.
     """
-    base = _open(origin, plan, ranks, version, allow_extra=allow_extra)
-    extra = base.extra if isinstance(base, CheckpointSource) else []
+    base = _open(origin, plan, ranks, version, allow_extra=allow_extra, trust=trust)
+    extra = base.extra if isinstance(base, (CheckpointSource, DcpSource)) else []
     made = made_of(plan.pairs, at=casts)
     return (QuantisingSource(base, made) if made else base), extra
 
 
-def _open(origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool) -> Source:
+def state_dict_of(source: Source) -> str:
+    """Return which nested state dict of a DCP folder is read, or nothing."""
+    base = source.base if isinstance(source, QuantisingSource) else source
+    return base.prefix if isinstance(base, DcpSource) else ""
+
+
+def _open(
+    origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extra: bool, trust: bool
+) -> Source:
     if origin == "synthetic":
         own = [pair for pair in plan.pairs if not (pair.quantised and pair.scale_of)]
         return SyntheticSource({pair.name: (pair.shape, pair.source_dtype) for pair in own}, version)
@@ -60,6 +71,9 @@ def _open(origin: str, plan: Plan, ranks: list[int], version: int, *, allow_extr
         raise WeightsError(f"--from: {folder}: no such folder (or write 'synthetic')")
     if is_rank_folder(folder):
         return rank_folder_source(folder, plan.source, ranks)
+    if is_dcp_folder(folder):
+        checked = check_dcp(folder, plan.source, plan.pairs, allow_extra=allow_extra, trust=trust)
+        return DcpSource(checked, plan.source)
     stored, extra = check_checkpoint(folder, plan.source, plan.pairs, allow_extra=allow_extra)
     return CheckpointSource(stored, plan.source, extra)
 

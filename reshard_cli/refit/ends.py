@@ -54,17 +54,29 @@ class SourceEnd(Protocol):
 
 @dataclass(slots=True)
 class OriginEnd:
-    """A folder or `synthetic`, which every rank can read; `origin_of` names a version's."""
+    """A folder or `synthetic`, which every rank can read; `origin_of` names a version's.
+
+    `trust`: the metadata of a DCP folder may be read.
+    """
 
     origin_of: Callable[[int], str]
     allow_extra: bool
+    trust: bool = False
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
-        return open_source(self.origin_of(version), plan, ranks, version, allow_extra=self.allow_extra)[1]
+        return self._open(plan, ranks, version)[1]
+
+    def _open(
+        self, plan: Plan, ranks: list[int], version: int, casts: tuple[str, ...] = ("sender",)
+    ) -> tuple[Source, list[str]]:
+        return open_source(
+            self.origin_of(version), plan, ranks, version,
+            allow_extra=self.allow_extra, trust=self.trust, casts=casts,
+        )  # fmt: skip
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
         origin = self.origin_of(version)
-        found, _ = open_source(origin, plan, [rank], version, allow_extra=self.allow_extra)
+        found, _ = self._open(plan, [rank], version)
         if origin == "synthetic":
             return found, origin  # its values are made when asked for: no view of them is kept
         files = [(path.name, path.stat()) for path in sorted(Path(origin).iterdir())]
@@ -72,10 +84,7 @@ class OriginEnd:
 
     def truth(self, plan: Plan, version: int) -> Source | None:
         ranks = list(range(plan.source.num_ranks))
-        return open_source(
-            self.origin_of(version), plan, ranks, version,
-            allow_extra=self.allow_extra, casts=("sender", "receiver"),
-        )[0]  # fmt: skip
+        return self._open(plan, ranks, version, ("sender", "receiver"))[0]
 
 
 class LiveSourceEnd:

@@ -360,8 +360,8 @@ class JoinedSource(_Joined):
                 continue
             self._seen.add(job.entry)
             lines = _differences(self._facts, job.facts)
-            digests = job.facts.get("layout of the destination")
-            if not isinstance(digests, list) or len(digests) != 1:
+            own = job.facts.get("layout of the destination") or []
+            if len(own) != 1:
                 lines.append("it does not say what its own layout is")
             if lines:
                 self.gate.set(f"entries/{job.entry}/refused", json.dumps(lines))
@@ -369,7 +369,7 @@ class JoinedSource(_Joined):
                 continue
             number = self._next_session
             self._next_session += 1
-            about = {"name": job.name, "size": job.size, "digest": digests[0], "note": job.note}
+            about = {"name": job.name, "digest": own[0], "note": job.note}
             self.gate.set(f"session/{number}/about", json.dumps(about))
             self.gate.set(f"entries/{job.entry}/session", json.dumps(number))
             self._note(f"{job.name} ({job.size} ranks) came in")

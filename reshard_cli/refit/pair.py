@@ -21,7 +21,7 @@ from reshard_cli.refit.agreement import agree
 from reshard_cli.refit.checksums import compare_sums, source_sums
 from reshard_cli.refit.clock import Clock
 from reshard_cli.refit.committing import commit
-from reshard_cli.refit.endpoints import Destination
+from reshard_cli.refit.endpoints import Destination, state_dict_of
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.prepare import RefitOptions
@@ -77,6 +77,7 @@ class Pair:
         self.transport: Transport | None = None
         self.compared = 0
         self.extra = plan.extra
+        self.state_dict = ""
         self.peak = 0
         self._schedule: RankSchedule | None = None
         self._executors: list[tuple[list[object], RankExecutor]] = []
@@ -148,6 +149,7 @@ class Pair:
         if self.source_end is not None and self.source_rank is not None:
             self._source, place = self.source_end.source(self.plan, self.source_rank, version)
             places.append(place)
+            self.state_dict = state_dict_of(self._source)
         if self.end is not None and self.destination_rank is not None:
             self._destination, place = self.end.begin(self.plan, self.destination_rank, version, self.device)
             places.append(place)

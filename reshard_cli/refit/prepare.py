@@ -45,6 +45,7 @@ class RefitOptions:
     domain: str | None = None
     colocated: bool = False
     allow_extra: bool = False
+    trust_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,17 @@ def parse_domain(text: str | None) -> int | None:
 
 
 def read_jobs(
-    source: Path, destination: Path, model: Path | None = None, fallback: Path | None = None
+    source: Path,
+    destination: Path,
+    model: Path | None = None,
+    fallback: Path | None = None,
+    *,
+    trust: bool = False,
 ) -> Jobs:
     """Read both documents and their models; return the layouts.
 
     The model is `model`, else each document's own, else the other document's, else `fallback` (the
-    checkpoint to be read). Raises DocumentError with the problems of both documents at once.
+    checkpoint to be read). `trust`: it may be a DCP folder. Raises DocumentError with the problems of both documents at once.
     """
     loaded = _both(lambda: read_layout_document(source), lambda: read_layout_document(destination))
     own = [model_path(one, model) for one in loaded]
@@ -102,7 +108,7 @@ def read_jobs(
         if path is None:
             raise DocumentError(f"{one.path}: names no `model`; add one, or give --model")
         if path not in known:
-            known[path] = read_model(path)
+            known[path] = read_model(path, trust=trust)
         models.append(known[path])
     return Jobs(
         *_both(*(functools.partial(build_layout, *pair) for pair in zip(loaded, models, strict=True)))

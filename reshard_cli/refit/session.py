@@ -61,6 +61,7 @@ class RefitReport:
     environment: dict[str, Any]
     casts: list[str]
     extra: list[str]
+    state_dict: str
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ def open_source_end(
     if options.origin.startswith("live:"):
         live = LiveEndpoint.load(options.origin, "--from")
         return LiveSourceEnd(live.tensors, allow_extra=options.allow_extra), live
-    return OriginEnd(origin_of, options.allow_extra), None
+    return OriginEnd(origin_of, options.allow_extra, options.trust_checkpoint), None
 
 
 def open_destination(
@@ -152,7 +153,7 @@ class _Loop:
         source: SourceEnd | None = None
         truth: SourceEnd | None = None
         if not options.origin.startswith("live:"):
-            truth = source = OriginEnd(self._origin, options.allow_extra)
+            truth = source = OriginEnd(self._origin, options.allow_extra, options.trust_checkpoint)
         elif rank in topology.source.tolist():
             source, self._trainer = open_source_end(options, self._origin)
         end: DestinationEnd | None = None
@@ -248,6 +249,7 @@ class _Loop:
             environment=describe_environment(self.setup["backend"]),
             casts=casts_of(plan),
             extra=sorted({name for one in everybody for name in one[2]}),
+            state_dict=pair.state_dict,
         )
 
 

@@ -6,7 +6,7 @@ again, or the synthetic function) and compared bit for bit, a bounded number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from reshard_cli.layout.storage import RankStorage, Window
 from reshard_cli.plan.build import Plan
 from reshard_cli.spec.casts import SCALE_SUFFIX
 from reshard_cli.weights.tensors import as_bytes, same_bits, torch_dtype
-from reshard_cli.weights.windows import Corner, Source, window_view, within
+from reshard_cli.weights.windows import Corner, Source, parts_of, window_view, within
 
-__all__ = ["chunks", "shown_box", "verify_padding", "verify_rank", "wire_dtypes"]
+__all__ = ["CHUNK", "shown_box", "verify_padding", "verify_rank", "wire_dtypes"]
 
-_CHUNK = 1 << 20  # elements compared at a time
+CHUNK = 1 << 20  # elements compared at a time
 
 
 def wire_dtypes(plan: Plan) -> dict[str, str]:
@@ -58,7 +58,7 @@ def _verify_window(
 ) -> int:
     view = window_view(storage, window, buffer)
     seen = 0
-    for chunk_lo, chunk_hi in chunks(window.lo, window.hi):
+    for chunk_lo, chunk_hi in parts_of(window.lo, window.hi, CHUNK):
         for lo, hi, values in truth.windows(window.tensor, chunk_lo, chunk_hi):
             mine = within(view, window.lo, lo, hi)
             expected = values.to(torch_dtype(wire)).to(view.dtype).to(view.device)
@@ -94,21 +94,6 @@ def verify_padding(rank: int, storage: RankStorage, buffer: Tensor) -> None:
             f"verification failed on rank {rank}: padding of storage {storage.name!r} is not zero "
             f"({int(padding.sum())} padding elements)"
         )
-
-
-def chunks(lo: Corner, hi: Corner) -> Iterator[tuple[Corner, Corner]]:
-    """Yield parts of a box of a bounded number of elements, cut along its outer dims."""
-    total = 1
-    for a, b in zip(lo, hi, strict=True):
-        total *= b - a
-    dim = next((d for d, (a, b) in enumerate(zip(lo, hi, strict=True)) if b - a > 1), None)
-    if total <= _CHUNK or dim is None:
-        yield lo, hi
-        return
-    rows = max(1, (hi[dim] - lo[dim]) * _CHUNK // total)
-    for start in range(lo[dim], hi[dim], rows):
-        stop = min(start + rows, hi[dim])
-        yield from chunks((*lo[:dim], start, *lo[dim + 1 :]), (*hi[:dim], stop, *hi[dim + 1 :]))
 
 
 def shown_box(lo: Corner, hi: Corner) -> str:

@@ -212,6 +212,8 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
         ("staging", f"{bytes_text(report['peak_staging_bytes'])} at most on a rank"),
         ("digest", report["digest"][:16]),
     ]  # fmt: skip
+    if report["state_dict"]:
+        rows.append(("read", f"the state dict {report['state_dict']!r} of the checkpoint"))
     if report["casts"]:
         rows.append(("cast", ", ".join(report["casts"])))
     if report["extra"]:

@@ -13,15 +13,35 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import DTYPE_OF_SAFETENSORS, item_size
 
-__all__ = ["StoredTensor", "index_folder", "is_rank_folder", "rank_file_name", "read_header"]
+__all__ = [
+    "Stored",
+    "StoredTensor",
+    "index_folder",
+    "is_file_name",
+    "is_rank_folder",
+    "rank_file_name",
+    "read_header",
+]
 
 _MAX_HEADER = 100_000_000  # the format's own limit
+_LONGEST_NAME = 255  # bytes, of a file system
 INDEX_NAME = "model.safetensors.index.json"
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint, whatever the format: the file that describes it, its dtype and shape."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +74,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     data_start = 8 + length
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise WeightsError(f"{path}: the name {name!r} is no valid text")
         if name != "__metadata__":
             tensors[name] = _entry(path, name, entry, data_start, size)
     _check_ranges(path, tensors, data_start, size)
@@ -81,7 +103,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
     def whole(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise WeightsError(f"{path}: tensor {name!r} lacks dtype, shape or data_offsets")
@@ -151,7 +173,7 @@ def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
         raise WeightsError(f"{index}: has no `weight_map` of tensor names to file names")
     headers: dict[str, dict[str, StoredTensor]] = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file or file in ("", ".", ".."):
+        if not is_file_name(file):
             raise WeightsError(f"{index}: {file!r} is not a file name in this folder")
         if not (folder / file).is_file():
             raise WeightsError(f"{index}: names {file}, which is not in {folder}")
@@ -162,6 +184,12 @@ def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
             raise WeightsError(f"{index}: says that {name!r} is in {file}, which does not hold it")
         tensors[name] = headers[file][name]
     return tensors
+
+
+def is_file_name(text: str) -> bool:
+    """Say whether a text from a file is the plain name of a file beside it, and nothing else."""
+    whole = Path(text).name == text and "\0" not in text and text not in ("", ".", "..")
+    return whole and len(text.encode("utf-8", "surrogatepass")) <= _LONGEST_NAME
 
 
 def rank_file_name(rank: int) -> str:

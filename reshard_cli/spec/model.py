@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import item_size
-from reshard_cli.spec.headers import StoredTensor
+from reshard_cli.spec.headers import Stored
 from reshard_cli.spec.names import Pattern, fill, normalise, substitute, template_of
 
 __all__ = ["LogicalTensor", "Model", "group_experts", "model_of_checkpoint", "rename_model"]
@@ -77,7 +77,7 @@ class Model:
 
 
 def model_of_checkpoint(
-    name: str, stored: Mapping[str, StoredTensor], config: Mapping[str, int] | None = None
+    name: str, stored: Mapping[str, Stored], config: Mapping[str, int] | None = None
 ) -> Model:
     """Return the model that a checkpoint's headers describe, in order of their names.
 

@@ -29,6 +29,7 @@ from pydantic import Field
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.checking import StrictDocument, read_document
 from reshard_cli.spec.config import read_config
+from reshard_cli.spec.dcp import is_dcp_folder, model_prefix, read_dcp
 from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.expressions import evaluate
 from reshard_cli.spec.headers import index_folder
@@ -215,11 +216,15 @@ class _Reader:
         self.tensors[name] = LogicalTensor(name, whole, dtype, has_experts=bool(experts))
 
 
-def read_model(path: Path) -> Model:
-    """Return the model of a YAML document, or of a checkpoint folder (or one safetensors file).
+def read_model(path: Path, *, trust: bool = False) -> Model:
+    """Return the model of a YAML document, or of a checkpoint folder (safetensors, or DCP where `trust` is given).
 
     Raises DocumentError for a wrong document, WeightsError for a corrupt checkpoint.
     """
+    if path.is_dir() and is_dcp_folder(path):
+        index = read_dcp(path, trust=trust)
+        saved = index.tensors(index.under(model_prefix(index)))
+        return model_of_checkpoint(str(path), saved, read_config(path))
     if path.is_dir():
         return model_of_checkpoint(str(path), index_folder(path), read_config(path))
     if not path.exists():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,16 +12,24 @@ from reshard_cli.errors import WeightsError, listed
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.pairs import TensorPair
 from reshard_cli.spec.dtypes import item_size
-from reshard_cli.spec.headers import StoredTensor, index_folder
+from reshard_cli.spec.headers import Stored, StoredTensor, index_folder
 from reshard_cli.spec.model import Model, model_of_checkpoint, rename_model
 from reshard_cli.spec.names import fill, normalise
 from reshard_cli.weights.files import MappedFile
 from reshard_cli.weights.tensors import typed
 from reshard_cli.weights.windows import Boxed, Corner, within
 
-__all__ = ["CheckpointSource", "check_checkpoint"]
+__all__ = [
+    "CheckpointSource",
+    "check_checkpoint",
+    "check_tensors",
+    "extra_names",
+    "logical_names",
+    "wanted_tensors",
+]
 
 _SHOWN = 12
+AnyStored = TypeVar("AnyStored", bound=Stored)
 
 
 class CheckpointSource:
@@ -78,12 +87,15 @@ def check_checkpoint(
 
     Raises WeightsError for tensors that are missing, extra, or of another shape or dtype than declared.
     """
-    stored = index_folder(folder)
-    names = _renamed(stored, layout)
-    aliases = {tensor.name: tensor.logical for tensor in layout.tensors if tensor.name != tensor.logical}
-    for alias, logical in aliases.items():
-        if alias in names:
-            names.setdefault(logical, names.pop(alias))
+    names = logical_names(index_folder(folder), layout)
+    wanted = wanted_tensors(pairs)
+    extra = extra_names(names, wanted, layout)
+    check_tensors(folder, names, wanted, extra, allow_extra=allow_extra)
+    return names, extra
+
+
+def wanted_tensors(pairs: list[TensorPair]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of what a source must hold, by the layout's names with the experts apart."""
     wanted: dict[str, tuple[tuple[int, ...], str]] = {}
     for pair in pairs:
         if pair.quantised and pair.scale_of is not None:
@@ -93,9 +105,25 @@ def check_checkpoint(
                 wanted[fill(pair.name, expert=expert)] = (pair.shape[1:], pair.source_dtype)
         else:
             wanted[pair.name] = (pair.shape, pair.source_dtype)
-    missing = [name for name in wanted if name not in names]
+    return wanted
+
+
+def extra_names(names: Iterable[str], wanted: Collection[str], layout: JobLayout) -> list[str]:
+    """Return the names that no document declares."""
     declared = {name for tensor in layout.model.tensors for name in tensor.names()}
-    extra = [name for name in names if name not in wanted and name not in declared]
+    return [name for name in names if name not in wanted and name not in declared]
+
+
+def check_tensors(
+    folder: Path,
+    names: Mapping[str, Stored],
+    wanted: Mapping[str, tuple[tuple[int, ...], str]],
+    extra: list[str],
+    *,
+    allow_extra: bool,
+) -> None:
+    """Raise WeightsError for tensors that are missing, extra, or of another shape or dtype than wanted."""
+    missing = [name for name in wanted if name not in names]
     lines = []
     if missing:
         lines.append(f"{folder}: lacks {listed(missing)}")
@@ -115,16 +143,18 @@ def check_checkpoint(
             )
     if lines:
         raise WeightsError("\n".join(lines))
-    return names, extra
 
 
-def _renamed(stored: Mapping[str, StoredTensor], layout: JobLayout) -> dict[str, StoredTensor]:
-    """Return the stored tensors under the names that the layout's documents use."""
+def logical_names(stored: Mapping[str, AnyStored], layout: JobLayout) -> dict[str, AnyStored]:
+    """Return the stored tensors under the names that the layout's documents use, aliases as their tensor."""
     plain = {normalise(name): tensor for name, tensor in stored.items()}
     model: Model = model_of_checkpoint(layout.name, stored)
     renamed = rename_model(model, layout.loaded.document.rename)
-    names: dict[str, StoredTensor] = {}
+    names: dict[str, AnyStored] = {}
     for before, after in zip(model.tensors, renamed.tensors, strict=True):
         for old, new in zip(before.names(), after.names(), strict=True):
             names[new] = plain[old]
+    for tensor in layout.tensors:
+        if tensor.name != tensor.logical and tensor.name in names:
+            names.setdefault(tensor.logical, names.pop(tensor.name))
     return names

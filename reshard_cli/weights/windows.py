@@ -21,6 +21,7 @@ __all__ = [
     "StorageWindows",
     "contiguous_bytes",
     "intersection",
+    "parts_of",
     "window_view",
     "within",
 ]
@@ -86,6 +87,23 @@ def _in_strides(storage: RankStorage, window: Window, buffer: Tensor) -> tuple[i
     return start, tuple(
         steps[stride] if moves else 0 for stride, moves in zip(window.strides, taken, strict=True)
     )
+
+
+def parts_of(lo: Corner, hi: Corner, most: int) -> Iterator[tuple[Corner, Corner]]:
+    """Yield boxes of at most `most` elements (or one row) that together are the box, in order."""
+    for dim in range(len(lo)):
+        rows = hi[dim] - lo[dim]
+        inner = math.prod(b - a for a, b in zip(lo[dim + 1 :], hi[dim + 1 :], strict=True))
+        if rows * inner <= most:
+            break
+        if rows > 1:
+            step = max(1, most // inner)
+            for start in range(lo[dim], hi[dim], step):
+                stop = min(start + step, hi[dim])
+                part = (*lo[:dim], start, *lo[dim + 1 :]), (*hi[:dim], stop, *hi[dim + 1 :])
+                yield from parts_of(*part, most) if step == 1 and inner > most else iter([part])
+            return
+    yield lo, hi
 
 
 class StorageWindows:
