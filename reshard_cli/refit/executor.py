@@ -25,6 +25,7 @@ from reshard_cli.plan.schedule import (
 )
 from reshard_cli.refit.copies import Copies
 from reshard_cli.transport.message import Message
+from reshard_cli.weights.streams import Streams, streams_of
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
 
@@ -88,6 +89,7 @@ class RankExecutor:
         ]
         self.peak_staging_bytes = sum(self.arena_bytes)
         self._arenas: list[Tensor] = []
+        self.streams: Streams = streams_of(device)
 
     @property
     def num_rounds(self) -> int:

@@ -29,8 +29,9 @@ from reshard_cli.refit.ranked import run_ranked
 from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
-from reshard_cli.transport.exchange import Transport, open_transport
+from reshard_cli.transport.exchange import open_transport
 from reshard_cli.transport.launcher import World
+from reshard_cli.transport.message import Transport
 from reshard_cli.weights.rank_folder import PendingFolder
 from reshard_cli.weights.windows import Source
 
@@ -95,7 +96,7 @@ def run_rank(
         folder = check_target(options.target, setup["token"])
         if folder is not None:
             undo.append(folder.discard)
-        session = _Session(options, jobs, plan, topology, control, setup, folder)
+        session = _Session(options, jobs, plan, topology, control, setup, folder, undo)
         report = session.run(progress, tamper)
         return session.close, lambda: None if report is None else on_report(report)
 
@@ -114,7 +115,9 @@ class _Session:
         control: Control,
         setup: dict[str, Any],
         folder: PendingFolder | None,
+        undo: list[Callable[[], None]],
     ) -> None:
+        self.undo = undo
         self.options, self.plan, self.control, self.setup, self.folder = options, plan, control, setup, folder
         self.jobs = jobs
         rank = control.rank
@@ -145,8 +148,9 @@ class _Session:
         self.control.phase("connecting")
         self.transport = open_transport(
             self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
-            self.options.timeout,
+            self.options.timeout, domains=self.plan.topology.domain.tolist(), check=self.control.check,
         )  # fmt: skip
+        self.undo.append(self.transport.abort)
         self.control.barrier("connected", "connecting")
         iterations = []
         executor: RankExecutor | None = None
