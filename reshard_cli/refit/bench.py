@@ -34,9 +34,9 @@ from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.counters import network_counters
-from reshard_cli.transport.exchange import Transport, open_transport
+from reshard_cli.transport.exchange import open_transport
 from reshard_cli.transport.launcher import World
-from reshard_cli.transport.message import Message
+from reshard_cli.transport.message import Message, Transport
 from reshard_cli.weights.memory import held_in_memory
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.synthetic import SyntheticSource
@@ -103,7 +103,7 @@ def run_bench_rank(
         control: Control, undo: list[Callable[[], None]]
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         jobs, setup, topology = join(control, world, options, read)
-        rank = _BenchRank(control, jobs, topology, options, bench, setup)
+        rank = _BenchRank(control, jobs, topology, options, bench, setup, undo)
         result = rank.run(progress)
         return rank.close, lambda: None if result is None else on_result(result)
 
@@ -113,8 +113,9 @@ def run_bench_rank(
 class _BenchRank:
     def __init__(
         self, control: Control, jobs: Jobs, topology: Topology, options: RefitOptions, bench: BenchOptions,
-        setup: dict[str, Any],
+        setup: dict[str, Any], undo: list[Callable[[], None]],
     ) -> None:  # fmt: skip
+        self.undo = undo
         self.control, self.jobs, self.topology = control, jobs, topology
         self.options, self.bench, self.setup = options, bench, setup
         self.device = torch.device("cpu")
@@ -136,8 +137,10 @@ class _BenchRank:
         control = self.control
         control.phase("connecting")
         self.transport = open_transport(
-            self.setup["backend"], control.store, control.rank, control.num_ranks, self.options.timeout
-        )
+            self.setup["backend"], control.store, control.rank, control.num_ranks, self.options.timeout,
+            domains=self.topology.domain.tolist(), check=control.check,
+        )  # fmt: skip
+        self.undo.append(self.transport.abort)
         control.barrier("connected", "connecting")
         results = [
             ModeResult(mode, plan.digest, plan.network_bytes, _busiest(plan), plan.num_rounds)

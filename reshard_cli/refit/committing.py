@@ -16,8 +16,7 @@ from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.ends import DestinationEnd
 from reshard_cli.transport.control import Control
-from reshard_cli.transport.exchange import Transport
-from reshard_cli.transport.message import Message
+from reshard_cli.transport.message import Message, Transport
 
 __all__ = ["commit"]
 

@@ -2,12 +2,13 @@
 
 On the CPU they run as numpy's copies, from a loop that is not Python's: a fifth of a microsecond each where torch
 takes two, so that a model of many small tensors is packed almost at memory speed. On a GPU, and where dtypes
-differ, they run as one batch of torch.
+differ, they run as one batch of torch. Between a GPU and the CPU they go through pinned buffers, if there are any.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import repeat
 from operator import setitem
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reshard_cli.weights.pinned import PinnedBuffers
 from reshard_cli.weights.tensors import raw
 
 __all__ = ["Copies"]
@@ -23,7 +25,11 @@ __all__ = ["Copies"]
 class Copies:
     """A list of copies; the views that it holds have to stay where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: Callable[[], PinnedBuffers | None] = lambda: None) -> None:
+        """`pinned` is asked when a copy leads from a GPU to the CPU or back."""
+        self._ask = pinned
+        self._pinned: PinnedBuffers | None = None
+        self._across: list[tuple[Tensor, Tensor]] = []
         self._array_targets: list[Any] = []
         self._array_sources: list[Any] = []
         self._targets: list[Tensor] = []
@@ -37,6 +43,11 @@ class Copies:
                 self._array_targets.append(target.numpy())
                 self._array_sources.append(source.numpy())
                 return
+        if target.device.type != source.device.type:
+            self._pinned = self._ask()
+            if self._pinned is not None:
+                self._across.append((target, source))
+                return
         self._targets.append(target)
         self._sources.append(source)
 
@@ -46,3 +57,5 @@ class Copies:
         deque(assignments, maxlen=0)  # runs them all
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+        if self._pinned is not None and self._across:
+            self._pinned.run(self._across)

@@ -16,7 +16,7 @@ from reshard_cli import __version__
 
 __all__ = ["describe_environment", "fabric_of", "machine_place"]
 
-_SHOWN = ("NCCL_", "GLOO_")
+_SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 
 def describe_environment(backend: str) -> dict[str, Any]:

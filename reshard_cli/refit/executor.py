@@ -26,6 +26,8 @@ from reshard_cli.plan.schedule import (
 )
 from reshard_cli.refit.copies import Copies
 from reshard_cli.transport.message import Message
+from reshard_cli.weights.pinned import PinnedBuffers
+from reshard_cli.weights.streams import Streams, streams_of
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
 
@@ -104,11 +106,25 @@ class RankExecutor:
         ]
         self.peak_staging_bytes = sum(self.arena_bytes)
         self._arenas: list[Tensor] = []
+        self.streams: Streams = streams_of(device)
+        self._pinned: PinnedBuffers | None = None
 
     @property
     def num_rounds(self) -> int:
         """The rounds of the plan."""
         return len(self._rounds)
+
+    def _pinned_buffers(self) -> PinnedBuffers | None:
+        """Return the buffers for copies between a GPU and mapped files, in what the arenas leave of the staging.
+
+        None where that is too little: each such copy then stops the host.
+        """
+        if self._pinned is None:
+            size = PinnedBuffers.size_within(self.plan.staging - self.peak_staging_bytes)
+            if size:
+                self._pinned = PinnedBuffers(size, self.streams.mark)
+                self.peak_staging_bytes += self._pinned.num_bytes
+        return self._pinned
 
     def _prepared(self, number: int, blocks: list[Block]) -> _Round:
         ready = _Round(local=[block for block in blocks if block.kind == LOCAL])
@@ -274,7 +290,7 @@ class RankExecutor:
         source = self.destination if slot.relay else self.source
         assert source is not None
         if slot.copies is None:
-            slot.copies = Copies()
+            slot.copies = Copies(self._pinned_buffers)
             tensors = {one.tensor for one in slot.fragments}
             fixed = {one for one in tensors if source.in_place(self._dtypes[one][0])}
             slot.made = frozenset(tensors - fixed)
@@ -299,7 +315,7 @@ class RankExecutor:
 
     def _unpack(self, slot: _Slot) -> None:
         if slot.copies is None:
-            slot.copies = Copies()
+            slot.copies = Copies(self._pinned_buffers)
             for fragment, lo, hi, box in self._boxes(slot):
                 for target, values in self._places(fragment.tensor, lo, hi, box):
                     slot.copies.add(target, values)

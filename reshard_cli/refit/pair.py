@@ -28,7 +28,8 @@ from reshard_cli.refit.prepare import RefitOptions
 from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_padding, verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
-from reshard_cli.transport.exchange import Transport, open_transport
+from reshard_cli.transport.exchange import open_transport
+from reshard_cli.transport.message import Transport
 from reshard_cli.weights.windows import Source, StorageWindows
 
 __all__ = ["Iteration", "Pair", "Progress"]
@@ -96,7 +97,7 @@ class Pair:
         self.control.phase("connecting")
         self.transport = open_transport(
             self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
-            self.options.timeout,
+            self.options.timeout, domains=self.plan.topology.domain.tolist(), check=self.control.check,
         )  # fmt: skip
         self.control.barrier("connected", "connecting")
 
@@ -235,6 +236,11 @@ class Pair:
             sum(one["network"] for one in everybody),
             sum(one["domain"] for one in everybody),
         )
+
+    def abort(self) -> None:
+        """Give up what is in flight, after a failure."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def close(self) -> None:
         """Close the connections; nothing may be in flight."""

@@ -100,6 +100,7 @@ def run_rank(
             staging=options.staging, allow_extra=options.allow_extra,
         )  # fmt: skip
         loop = _Loop(options, plan, control, setup, undo)
+        undo.append(loop.pair.abort)
         report = loop.run(on_refit, progress, tamper)
         return loop.pair.close, lambda: None if report is None else on_report(report)
 

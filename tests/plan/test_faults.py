@@ -12,8 +12,7 @@ from reshard_cli.errors import DocumentError, ReshardError, WeightsError
 from reshard_cli.plan.build import IN_FLIGHT, build_plan
 from reshard_cli.plan.schedule import count_messages, rank_schedule, transfers
 from reshard_cli.refit.prepare import Jobs, read_jobs
-from reshard_cli.transport.exchange import _chunks
-from reshard_cli.transport.message import Message
+from reshard_cli.transport.message import Message, chunks
 from tests.support import POISON, make_jobs, model_document, refit_in_process, write_yaml
 
 
@@ -435,7 +434,7 @@ def test_a_fragment_longer_than_2_to_31_bytes_goes_in_several_messages(tmp_path)
     planned = [one for blocks in rank_schedule(plan, 0).rounds for one in transfers(blocks, 0, phase=0)]
     # no memory behind these: only their sizes count
     whole = [Message(1, torch.empty(one.num_bytes, dtype=torch.uint8, device="meta")) for one in planned]
-    sizes = [one.data.numel() for one in _chunks(whole)]
+    sizes = [one.data.numel() for one in chunks(whole)]
     assert sum(sizes) == 2 * 65536 * 65537
     assert max(sizes) < 2**31
     assert count_messages(plan) == len(sizes)

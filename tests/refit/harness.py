@@ -57,8 +57,8 @@ def flip_bit(last: bool) -> None:
     start = GlooTransport.start
     done = []
 
-    def broken(self, sends, receives):
-        pending = start(self, sends, receives)
+    def broken(self, sends, receives, *phase):
+        pending = start(self, sends, receives, *phase)
 
         class Flipping:
             def wait(inner) -> None:

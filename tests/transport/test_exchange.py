@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 import torch
 
-from reshard_cli.errors import PeerLostError
-from reshard_cli.transport import exchange
-from reshard_cli.transport.exchange import GlooTransport, NcclTransport
+from reshard_cli.errors import DocumentError, PeerLostError, TransferError
+from reshard_cli.plan.entries import DOMAIN, NETWORK
+from reshard_cli.transport import exchange, nccl
+from reshard_cli.transport import message as messages
+from reshard_cli.transport.exchange import GlooTransport
 from reshard_cli.transport.message import Message
+from reshard_cli.transport.nccl import NcclTransport
+from reshard_cli.transport.shared_gpu import check_shared_gpu, sharing_fault
 
 
 class Recorder:
@@ -24,13 +31,6 @@ class Recorder:
 
     def recv(self, tensors, peer, tag):
         self.calls.append(("recv", peer, tag, tensors[0].numel()))
-        return self
-
-    def _start_coalescing(self):
-        self.calls.append(("start",))
-
-    def _end_coalescing(self):
-        self.calls.append(("end",))
         return self
 
     def wait(self, *_):
@@ -50,23 +50,82 @@ def recorded_gloo(monkeypatch):
     return GlooTransport(None, 0, 4, 1.0), group
 
 
-@pytest.fixture(name="nccl")
-def recorded_nccl(monkeypatch):
-    group = Recorder()
+class NcclGroup(Recorder):
+    """A communicator that refuses what ProcessGroupNCCL's would hang on or refuse."""
 
-    class Kind:
-        class Options:
-            _timeout = None
+    made: list[NcclGroup]
 
-        def __new__(cls, *_: object):
-            return group
+    class Options:
+        _timeout = None
 
-    monkeypatch.setattr(exchange.dist, "ProcessGroupNCCL", Kind, raising=False)
-    monkeypatch.setattr(exchange, "prefixed", lambda *_: None)
-    monkeypatch.setattr(
-        exchange.torch.cuda, "current_stream", lambda: type("S", (), {"synchronize": lambda self: None})()
-    )
-    return NcclTransport(None, 0, 4, 1.0), group
+    def __init__(self, prefix, rank, size, options):
+        super().__init__()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        self.prefix, self.rank, self.size, self.options = prefix, rank, size, options
+        self.connected = self.open = False
+        self.left = 2  # looks at the GPU until it is done
+        self.ends = True
+        self.failure = ""
+        NcclGroup.made.append(self)
+
+    def eager_connect_single_device(self, device):
+        assert device == torch.device("cuda", 3)
+        self.connected = True
+
+    def _post(self, kind, tensors, peer):
+        assert self.open, "a send or receive outside a group connects two ranks by themselves"
+        assert self.connected, "the first group of a communicator would wait for all of its ranks"
+        assert 0 <= peer < self.size
+        assert peer != self.rank
+        self.calls.append((kind, peer, tensors[0].numel()))
+
+    def send(self, tensors, peer, tag):
+        self._post("send", tensors, peer)
+
+    def recv(self, tensors, peer, tag):
+        self._post("recv", tensors, peer)
+
+    def _start_coalescing(self):
+        assert not self.open
+        self.open = True
+        self.calls.append("start")
+
+    def _end_coalescing(self):
+        assert self.calls[-1] != "start", "torch returns no work for an empty group"
+        self.open = False
+        self.calls.append("end")
+        return self
+
+    def wait(self):
+        if self.failure and self.left <= 0:
+            raise RuntimeError(self.failure)
+
+    def is_completed(self):
+        self.left -= 1
+        return self.ends and self.left <= 0
+
+    def abort(self):
+        self.calls.append("abort")
+        if self.failure == "hangs in abort":
+            threading.Event().wait(30)
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+@pytest.fixture(name="make_nccl")
+def made_nccl(monkeypatch):
+    NcclGroup.made = []
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(nccl, "prefixed", lambda prefix, _: prefix)
+    monkeypatch.setattr(nccl, "check_shared_gpu", lambda *_: None)
+    monkeypatch.setattr(nccl.torch.cuda, "current_device", lambda: 3)
+
+    def make(rank=0, num_ranks=4, domains=None, timeout=5.0, check=lambda: None):
+        return NcclTransport(None, rank, num_ranks, timeout, domains, check), NcclGroup.made
+
+    return make
 
 
 def test_gloo_numbers_the_messages_of_each_ordered_pair_and_receives_are_posted_first(gloo):
@@ -78,17 +137,105 @@ def test_gloo_numbers_the_messages_of_each_ordered_pair_and_receives_are_posted_
     ]  # fmt: skip
 
 
-def test_nccl_launches_a_phase_as_one_group_in_the_order_of_the_plan(nccl):
-    transport, group = nccl
+def test_nccl_launches_a_phase_as_one_group_in_the_order_of_the_plan(make_nccl):
+    transport, (group,) = make_nccl()
     transport.start([message(1, 5), message(2, 6)], [message(1, 8)]).wait()
-    assert group.calls == [("start",), ("send", 1, 0, 5), ("send", 2, 0, 6), ("recv", 1, 0, 8), ("end",)]
+    assert group.calls == ["start", ("send", 1, 5), ("send", 2, 6), ("recv", 1, 8), "end"]
     transport.start([], []).wait()
     assert len(group.calls) == 5
 
 
+def test_nccl_has_a_communicator_of_all_ranks_and_one_of_each_domain_with_its_ranks_only(make_nccl):
+    transport, groups = make_nccl(rank=3, num_ranks=5, domains=[0, 7, 0, 7, 7])
+    assert [(one.prefix, one.rank, one.size) for one in groups] == [
+        ("nccl/network", 3, 5), ("nccl/domain/7", 1, 3),
+    ]  # fmt: skip
+    transport.start([message(0, 5)], [], NETWORK).wait()
+    transport.start([message(4, 6)], [message(1, 7)], DOMAIN).wait()
+    assert groups[0].calls == ["start", ("send", 0, 5), "end"]
+    assert groups[1].calls == ["start", ("send", 2, 6), ("recv", 0, 7), "end"]
+    transport.close()
+    assert [one.calls[-1] for one in groups] == ["shutdown", "shutdown"]
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_a_rank_alone_in_its_domain_makes_no_communicator_for_it(make_nccl):
+    _, groups = make_nccl(rank=1, num_ranks=3, domains=[0, 1, 2])
+    assert [one.prefix for one in groups] == ["nccl/network"]
+
+
+def test_a_gpu_that_is_not_done_in_time_is_told_with_its_peer_and_another_ranks_failure_comes_first(
+    make_nccl, monkeypatch
+):
+    transport, (group,) = make_nccl(timeout=0.05)
+    group.ends = False
+    with pytest.raises(PeerLostError, match=r"exchanging with ranks 2: not done in 0.05 s") as caught:
+        transport.start([message(2, 5)], []).wait()
+    assert caught.value.rank == 2
+
+    def check():
+        raise TransferError("rank 3 raised ValueError", 3)
+
+    monkeypatch.setattr(nccl, "_CHECK", 0.0)
+    pending = nccl._NcclPending(group, [2], 60, check)
+    with pytest.raises(TransferError, match="rank 3 raised ValueError"):
+        pending.wait()
+
+
+def test_messages_that_complete_by_failing_are_a_failure(make_nccl):
+    transport, (group,) = make_nccl()
+    group.failure = "NCCL communicator was aborted\nmore"
+    with pytest.raises(PeerLostError, match=r"exchanging with ranks 1, 2: NCCL communicator was aborted$"):
+        transport.start([message(1, 5)], [message(2, 5)]).wait()
+
+
+def test_an_abort_reaches_every_communicator_and_does_not_block(make_nccl, monkeypatch):
+    transport, groups = make_nccl(domains=[0, 0, 1, 1])
+    transport.abort()
+    assert [one.calls for one in groups] == [["abort"], ["abort"]]
+    groups[0].failure = "hangs in abort"
+    monkeypatch.setattr(nccl, "_ABORT", 0.05)
+    transport.abort()
+    assert groups[0].calls == ["abort", "abort"]
+    assert groups[1].calls == ["abort"]
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "told"),
+    [
+        ((2, 29, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "NCCL 2.29.7 cannot (2.30 can)"),
+        ((2, 30, 3), {}, "only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ((2, 30, 3), {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, "only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ((2, 30, 3), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, None),
+        ((3, 0), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, None),
+    ],
+)
+def test_ranks_share_a_gpu_only_where_nccl_can(version, environment, told):
+    fault = sharing_fault(version, environment)
+    assert fault is None if told is None else told in fault
+
+
+def test_the_second_rank_on_a_gpu_is_told_who_the_first_is(monkeypatch):
+    claimed: dict[str, str] = {}
+
+    class Claims:
+        def compare_set(self, key, expected, value):
+            assert expected == ""
+            return claimed.setdefault(key, value).encode()
+
+    properties = type("Properties", (), {"uuid": "GPU-5"})()
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 27, 3))
+    check_shared_gpu(Claims(), 4)
+    with pytest.raises(DocumentError, match=r"ranks 4 and 6 share GPU GPU-5: NCCL 2.27.3 cannot"):
+        check_shared_gpu(Claims(), 6)
+
+
 def test_a_message_above_the_limit_is_sent_as_several(gloo, monkeypatch):
     transport, group = gloo
-    monkeypatch.setattr(exchange, "MAX_MESSAGE", 10)
+    monkeypatch.setattr(messages, "MAX_MESSAGE", 10)
     transport.start([message(1, 25)], [message(3, 10)]).wait()
     assert group.calls == [("recv", 3, 0, 10), ("send", 1, 0, 10), ("send", 1, 1, 10), ("send", 1, 2, 5)]
 
