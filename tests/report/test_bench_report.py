@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reshard_cli.plan.bound import DomainBound
-from reshard_cli.refit.bench import BenchResult, ModeResult
+from reshard_cli.refit.bench_result import BenchResult, ModeResult
 from reshard_cli.report.bench_report import bench_report, interval_of_median
 from reshard_cli.report.terminal_bench import print_bench
 
