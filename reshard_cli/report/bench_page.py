@@ -9,6 +9,7 @@ from typing import Any
 from reshard_cli.report.page_bench import (
     bytes_chart,
     course_chart,
+    hue_of,
     limit_chart,
     phase_chart,
     phases_of,
@@ -60,7 +61,8 @@ svg .counted { fill: var(--bar); }
 .key.half { opacity: 0.5; }
 .pairs { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 20px 32px; }
 .pairs > div { min-width: 0; }
-td.lost { color: var(--best); }
+.dense { font-size: 13px; margin-top: 16px; }
+.dense th, .dense td { padding: 4px 7px; }
 """
 
 
@@ -267,9 +269,9 @@ def _pictures(report: dict[str, Any]) -> list[str]:
 
 def _mode_keys(modes: Sequence[dict[str, Any]]) -> str:
     keys = []
-    for index, one in enumerate(modes):
-        drawing = Drawing(14, 14, one["mode"])
-        drawing.mark(7, 7, index, f"mark mode-{index}", size=5)
+    for one in modes:
+        drawing, hue = Drawing(14, 14, one["mode"]), hue_of(one["mode"])
+        drawing.mark(7, 7, hue, f"mark mode-{hue}", size=5)
         keys.append(f"<li>{drawing.svg()}{_text(one['mode'])}</li>")
     return f'<ul class="keys">{"".join(keys)}</ul>'
 
@@ -309,7 +311,7 @@ def _sweep(report: dict[str, Any]) -> str:
             _rate(one["bus_bandwidth"]),
             "N/A" if one["verified_elements"] is None else "0",
             bytes_text(one["network_bytes_planned"]),
-            _times(one["ratio_to_limit"], 2),
+            _times(one["ratio_to_limit"], 2 if (one["ratio_to_limit"] or 0) < 100 else 0),
             f"{one['refits_per_measurement']} x {one['repeats']}",
         ]
         for size in measured
@@ -325,7 +327,7 @@ def _sweep(report: dict[str, Any]) -> str:
         left_out,
         _mode_keys(measured[0]["modes"]),
         f'<div class="pairs">{pictures}</div>',
-        _table(heads, rows),
+        _table(heads, rows, "dense"),
     )
 
 
@@ -341,7 +343,7 @@ def _scaled(scaled: dict[str, Any]) -> str:
         [f"{one['where']}: {one['what']}", amount(one, "original"), amount(one, "scaled"), one["note"]]
         for one in scaled["changes"]
     ]
-    note = f"Everything that --scale {scaled['factor']:g} changed. Axes, kinds of layers, heads and groups are as they were."
+    note = f"Everything that --scale {scaled['factor']:g} changed. Kinds of layers, heads and groups are as they were."
     return _section("What was scaled down", note, _table(heads, rows))
 
 

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from reshard_cli.plan.routes import Mode
 from reshard_cli.report.page_svg import Axis, Drawing, linear_axis, log_axis, seconds_text
 from reshard_cli.report.terminal import bytes_text
 
 __all__ = [
-    "PHASES",
     "bytes_chart",
     "course_chart",
+    "hue_of",
     "limit_chart",
     "phase_chart",
+    "phases_of",
     "repeat_chart",
     "sweep_chart",
 ]
 
 # in the order in which a refit goes through them
-PHASES = ("pack", "network", "domain", "unpack", "cast")
+_PHASES = ("pack", "network", "domain", "unpack", "cast")
+_MODES: tuple[str, ...] = get_args(Mode)
 _WIDE, _HALF = 1160, 560
 _LEFT = 96
-Modes = Sequence[dict[str, Any]]
+_Modes = Sequence[dict[str, Any]]
 
 
-def repeat_chart(modes: Modes, limit: float | None) -> str:
+def hue_of(mode: str) -> int:
+    """Return the number of a mode's colour and mark: the same on every page, whichever modes it has."""
+    return _MODES.index(mode)
+
+
+def repeat_chart(modes: _Modes, limit: float | None) -> str:
     """Return every repeat's seconds by mode: dots, the box of the middle half, median, interval, and the limit."""
     row, top = 64, 8
     bottom = top + row * len(modes)
@@ -38,23 +46,23 @@ def repeat_chart(modes: Modes, limit: float | None) -> str:
     drawing.across(axis, top, bottom, [(tick, _short(tick, axis)) for tick in axis.ticks(8)])
     drawing.text((_LEFT + right) / 2, bottom + 36, "seconds of the slowest rank", "muted", anchor="middle")
     for index, one in enumerate(modes):
-        middle = top + row * (index + 0.5)
+        middle, hue = top + row * (index + 0.5), hue_of(one["mode"])
         quarters = np.percentile(one["seconds"], [25, 75])
         low, high = (axis.at(float(value)) for value in quarters)
         drawing.text(_LEFT - 12, middle + 4, one["mode"], anchor="end")
-        drawing.box(low, middle - 12, max(1.0, high - low), 24, f"soft mode-{index}")
+        drawing.box(low, middle - 12, max(1.0, high - low), 24, f"soft mode-{hue}")
         interval = [axis.at(value) for value in one["ci95"]]
-        drawing.line(interval[0], middle + 21, interval[1], middle + 21, f"interval mode-{index}")
+        drawing.line(interval[0], middle + 21, interval[1], middle + 21, f"interval mode-{hue}")
         for end in interval:
-            drawing.line(end, middle + 17, end, middle + 25, f"interval mode-{index}")
+            drawing.line(end, middle + 17, end, middle + 25, f"interval mode-{hue}")
         for nth, seconds in enumerate(one["seconds"]):
             # the same spread at each time: golden steps keep neighbours apart
             y = middle + (nth * 0.618 % 1 - 0.5) * 18
             drawing.mark(
                 axis.at(seconds),
                 y,
-                index,
-                f"mark mode-{index}",
+                hue,
+                f"mark mode-{hue}",
                 f"{one['mode']}, repeat {nth + 1}: {seconds:.4f} s",
             )
         at = axis.at(one["median"])
@@ -66,7 +74,7 @@ def repeat_chart(modes: Modes, limit: float | None) -> str:
     return drawing.svg()
 
 
-def course_chart(modes: Modes) -> str:
+def course_chart(modes: _Modes) -> str:
     """Return each repeat over its place in the run, in per cent of its mode's median: drift shows as a slope."""
     top, bottom, right = 12, 232, _WIDE - 24
     shifts = [[100 * (value / one["median"] - 1) for value in one["seconds"]] for one in modes]
@@ -77,24 +85,25 @@ def course_chart(modes: Modes) -> str:
     drawing = Drawing(
         _WIDE, bottom + 42, "Every repeat over the course of the run, against its mode's median"
     )
-    drawing.upwards(axis, _LEFT, right, [(tick, f"{tick:+g}%") for tick in axis.ticks(5)])
+    drawing.upwards(axis, _LEFT, right, [(tick, f"{tick:+g}%" if tick else "0%") for tick in axis.ticks(5)])
     drawing.line(_LEFT, axis.at(0), right, axis.at(0), "edge")
     step = max(1, -(-(last + 1) // 16))
     for place in range(0, last + 1, step):
         drawing.text(places.at(place), bottom + 16, str(place + 1), "muted", anchor="middle")
     drawing.text((_LEFT + right) / 2, bottom + 36, "measurements in their order", "muted", anchor="middle")
-    for index, (one, shift) in enumerate(zip(modes, shifts, strict=True)):
+    for one, shift in zip(modes, shifts, strict=True):
+        hue = hue_of(one["mode"])
         points = sorted(
             (places.at(place), axis.at(value)) for place, value in zip(one["order"], shift, strict=True)
         )
-        drawing.path(points, f"thin mode-{index}")
+        drawing.path(points, f"thin mode-{hue}")
         for nth, (place, value) in enumerate(zip(one["order"], shift, strict=True)):
             title = f"{one['mode']}, repeat {nth + 1}: {one['seconds'][nth]:.4f} s, {value:+.1f}%"
-            drawing.mark(places.at(place), axis.at(value), index, f"mark mode-{index}", title)
+            drawing.mark(places.at(place), axis.at(value), hue, f"mark mode-{hue}", title)
     return drawing.svg()
 
 
-def phase_chart(modes: Modes) -> str:
+def phase_chart(modes: _Modes) -> str:
     """Return the phases' medians stacked, by mode, and the median of the whole refit as a stroke."""
     row, top = 44, 8
     bottom = top + row * len(modes)
@@ -124,20 +133,20 @@ def phase_chart(modes: Modes) -> str:
     return drawing.svg()
 
 
-def phases_of(modes: Modes) -> list[str]:
+def phases_of(modes: _Modes) -> list[str]:
     """Return the phases that any mode has, in their order."""
     found = {name for one in modes for name in one["phases"]}
-    return [name for name in PHASES if name in found] + sorted(found - set(PHASES))
+    return [name for name in _PHASES if name in found] + sorted(found - set(_PHASES))
 
 
-def bytes_chart(modes: Modes) -> str:
+def bytes_chart(modes: _Modes) -> str:
     """Return planned and counted network bytes, by mode."""
     row, top, right = 56, 8, _HALF - 150
     bottom = top + row * len(modes)
     known = [one[name] or 0 for one in modes for name in ("network_bytes_planned", "network_bytes_measured")]
     axis = linear_axis(known, _LEFT, right, zero=True, margin=0.02)
     drawing = Drawing(_HALF, bottom + 24, "Network bytes planned and counted, by mode")
-    drawing.across(axis, top, bottom, [(tick, bytes_text(tick).replace(".00", "")) for tick in axis.ticks(3)])
+    drawing.across(axis, top, bottom, [(tick, bytes_text(tick).replace(".00", "")) for tick in axis.ticks(4)])
     for index, one in enumerate(modes):
         middle = top + row * (index + 0.5)
         planned, counted = one["network_bytes_planned"], one["network_bytes_measured"]
@@ -155,7 +164,7 @@ def bytes_chart(modes: Modes) -> str:
     return drawing.svg()
 
 
-def limit_chart(modes: Modes, limit: float) -> str:
+def limit_chart(modes: _Modes, limit: float) -> str:
     """Return each mode's median and interval over the network's limit, by mode."""
     row, top, right = 56, 8, _HALF - 90
     bottom = top + row * len(modes)
@@ -165,14 +174,14 @@ def limit_chart(modes: Modes, limit: float) -> str:
     drawing.across(axis, top, bottom, [(tick, f"{tick:g} ×") for tick in axis.ticks(4)])
     drawing.line(axis.at(1), top, axis.at(1), bottom, "limit")
     for index, one in enumerate(modes):
-        middle = top + row * (index + 0.5)
+        middle, hue = top + row * (index + 0.5), hue_of(one["mode"])
         low, high = (axis.at(value / limit) for value in one["ci95"])
         drawing.text(_LEFT - 12, middle + 4, one["mode"], anchor="end")
-        drawing.line(low, middle, high, middle, f"interval mode-{index}")
+        drawing.line(low, middle, high, middle, f"interval mode-{hue}")
         for end in (low, high):
-            drawing.line(end, middle - 5, end, middle + 5, f"interval mode-{index}")
+            drawing.line(end, middle - 5, end, middle + 5, f"interval mode-{hue}")
         title = f"{one['mode']}: {one['median'] / limit:.3f} × the limit"
-        drawing.mark(axis.at(one["median"] / limit), middle, index, f"mark mode-{index}", title, 6)
+        drawing.mark(axis.at(one["median"] / limit), middle, hue, f"mark mode-{hue}", title, 6)
         drawing.text(right + 12, middle + 4, f"{one['median'] / limit:.3f} ×", "strong")
     return drawing.svg()
 
@@ -201,17 +210,17 @@ def sweep_chart(sweep: Sequence[dict[str, Any]], value: str) -> str:
         drawing.path(within, "limit")
     names = [one["mode"] for one in sizes[0]["modes"]]
     for index, name in enumerate(names):
-        points = []
+        points, hue = [], hue_of(name)
         for size in sizes:
             one = size["modes"][index]
             if one[key]:
                 points.append((across.at(size["bytes"]), axis.at(one[key])))
                 if value == "time":
                     low, high = (axis.at(end) for end in one["ci95"])
-                    drawing.line(points[-1][0], low, points[-1][0], high, f"interval mode-{index}")
+                    drawing.line(points[-1][0], low, points[-1][0], high, f"interval mode-{hue}")
                 title = f"{name}, {size['bytes']:,} bytes: {read(one[key])}"
-                drawing.mark(*points[-1], index, f"mark mode-{index}", title)
-        drawing.path(points, f"thin mode-{index}")
+                drawing.mark(*points[-1], hue, f"mark mode-{hue}", title)
+        drawing.path(points, f"thin mode-{hue}")
     return drawing.svg()
 
 

@@ -7,14 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Axis", "Drawing", "linear_axis", "log_axis", "nice_ticks", "number_text", "seconds_text"]
+__all__ = ["Axis", "Drawing", "linear_axis", "log_axis", "nice_ticks", "seconds_text"]
 
-NAMED = ("circle", "square", "triangle", "diamond")
-
-
-def number_text(value: float) -> str:
-    """Return a number as an axis shows it."""
-    return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.3g}"
+_SHAPES = ("circle", "square", "triangle", "diamond")
 
 
 def seconds_text(value: float) -> str:
@@ -112,7 +107,7 @@ class Drawing:
 
     def mark(self, x: float, y: float, shape: int, kind: str, title: str = "", size: float = 4.5) -> None:
         """Draw a mark: which shape it has tells modes apart without their colours."""
-        drawn = NAMED[shape % len(NAMED)]
+        drawn = _SHAPES[shape % len(_SHAPES)]
         if drawn == "circle":
             element = f'circle cx="{x:.1f}" cy="{y:.1f}" r="{size}"'
             self.parts.append(f'<{element} class="{kind}">{_title(title)}</circle>')

@@ -104,10 +104,11 @@ def _fitting(jobs: tuple[JobScaler, JobScaler], room: Room) -> tuple[RankChoice,
         choices = [job.of_ranks(one, room.per_node) for one in ways]
         listed.append([one for one in choices if one is not None])
         if not listed[-1]:
+            possible = ", ".join(map(str, divisors(job.document.ranks)))
             raise DocumentError(
-                f"--scale: {job.loaded.path}: no fewer of its {job.document.ranks} ranks fill whole nodes of "
-                f"{room.per_node} in a cluster of {room.ranks} ranks beside the other job; try --emulate with nodes of 1 "
-                "or 2 ranks, or more of them"
+                f"--scale: {job.loaded.path}: has no place in a cluster of {room.ranks} ranks on nodes of {room.per_node}, "
+                f"beside the other job on nodes of its own: it can have {possible} ranks; give --emulate more nodes, or "
+                "nodes of 1 or 2 ranks"
             )
     ratio = jobs[0].document.ranks / jobs[1].document.ranks
     for one in listed[0]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard_cli.errors import DocumentError
@@ -18,6 +18,7 @@ from reshard_cli.spec.model import Model
 from reshard_cli.spec.names import has_digit
 from reshard_cli.spec.placement import Shard, parse_placement
 from reshard_cli.spec.preset import PresetError, expanded
+from reshard_cli.spec.scaling_model import layers_by_kind
 
 __all__ = ["JobScaler", "RankChoice", "divisors", "scaled_place"]
 
@@ -54,11 +55,11 @@ def divisors(number: int) -> list[int]:
 
 
 class JobScaler:
-    """Finds smaller meshes for one job. `model` is the model at its full size, of which few layers are enough."""
+    """Finds smaller meshes for one job of a model, which is the one of full size."""
 
     def __init__(self, loaded: LoadedLayout, model: Model) -> None:
         """Raises DocumentError for a document that says things in sizes of its own."""
-        self.loaded, self.model = loaded, model
+        self.loaded = loaded
         self.document = loaded.document
         found = _refusal(self.document)
         if found is not None:
@@ -72,6 +73,10 @@ class JobScaler:
                 self.expanded = expanded(self.document, model)
             except PresetError as error:
                 raise DocumentError(problems=[loaded.located.problem((error.key,), str(error))]) from error
+        # to know which sizes go together, one layer of each kind is enough
+        layers = {kind[0] for kind in layers_by_kind(model.tensors)}
+        kept = tuple(one for one in model.tensors if one.layer is None or one.layer in layers)
+        self.model = replace(model, tensors=kept)
         self.meshes: Meshes = self.expanded.meshes or {"ranks": {"rank": self.document.ranks}}
         self.num_domains = -(-self.document.ranks // self.document.domain)
         self._choices: dict[tuple[int, int | None], RankChoice | None] = {}
