@@ -132,7 +132,8 @@ class _BenchRank:
                 one = side.measure(result.mode, f"{repeat}", together)
                 if one is not None:
                     result.add(one, repeat * len(results) + place)
-        found.bound = domain_bound(next(iter(side.plans.values())))
+        if self.control.rank == 0:
+            found.bound = domain_bound(next(iter(side.plans.values())))
 
     def _probes(self, together: Together) -> list[float]:
         rates = [self._probe(together) for _ in range(_PROBES)]

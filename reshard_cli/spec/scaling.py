@@ -23,7 +23,7 @@ from reshard_cli.spec.located import Located
 from reshard_cli.spec.model import Model
 from reshard_cli.spec.model_document import ModelDocument, model_of_document
 from reshard_cli.spec.scaling_model import Cuts, ModelScaler, ScaledModel, apportioned
-from reshard_cli.spec.scaling_ranks import JobScaler, RankChoice, divisors, scaled_place
+from reshard_cli.spec.scaling_ranks import JobScaler, Meshes, RankChoice, divisors, scaled_place
 
 __all__ = ["Change", "Room", "ScaledPair", "scaled_pair"]
 
@@ -92,7 +92,8 @@ def scaled_pair(
           for change in _job_changes(job, choice, new)),
         *_model_changes(model, full, factor),
     ]  # fmt: skip
-    return ScaledPair(made[0], made[1], model.model, tuple(changes))
+    told = tuple(one for one in changes if one.before != one.after)
+    return ScaledPair(made[0], made[1], model.model, told)
 
 
 def _fitting(jobs: tuple[JobScaler, JobScaler], room: Room) -> tuple[RankChoice, RankChoice]:
@@ -143,37 +144,25 @@ def _block(jobs: Iterable[JobScaler], model: Model) -> int | None:
 
 
 def _stages_after(job: JobScaler, choice: RankChoice) -> int:
-    """Return the number of pipeline stages of the smaller job; the axis of stages has one coordinate for each."""
-    before = _stage_layers(job)
-    axes = [pair for pair in _axes(job, choice) if pair[0] == len(before)]
-    named = choice.values.get("parallel", {}).get("pp")
-    if len(before) < 2:
-        return 1
-    if named is not None:
-        return int(named)
-    return _stage_axis(job, choice) or min((after for _, after in axes), default=len(before))
+    """Return the number of pipeline stages of the smaller job."""
+    return 1 if len(_stage_layers(job)) < 2 else _stage_axis(job, choice.meshes)
 
 
-def _stage_axis(job: JobScaler, choice: RankChoice) -> int | None:
+def _stage_axis(job: JobScaler, meshes: Meshes) -> int:
+    """Return the coordinates of the axis of stages; 1 where no rule has stages."""
     for rule in job.expanded.tensors:
         for axis, text in rule.place.items():
             if text.strip() == "stage":
-                return choice.meshes[rule.mesh or next(iter(choice.meshes))].get(axis, 1)
-    return None
+                return meshes[rule.mesh or next(iter(meshes))].get(axis, 1)
+    return 1
 
 
 def _stage_layers(job: JobScaler) -> list[int]:
-    """Return the layers of each stage of the full job; one stage without a pipeline."""
+    """Return the layers of each stage of the full job; equal ones where the document does not say."""
     pipeline = job.expanded.pipeline
-    if pipeline is None:
-        return [1]
-    if pipeline.layers is not None:
+    if pipeline is not None and pipeline.layers is not None:
         return list(pipeline.layers)
-    for rule in job.expanded.tensors:
-        for axis, text in rule.place.items():
-            if text.strip() == "stage":
-                return [1] * job.meshes[rule.mesh or next(iter(job.meshes))][axis]
-    return [1]
+    return [1] * (1 if pipeline is None else _stage_axis(job, job.meshes))
 
 
 def _document(job: JobScaler, choice: RankChoice, model: ScaledModel) -> LoadedLayout:

@@ -113,16 +113,15 @@ class ModelScaler:
         for one in [*self.document.sets.values(), *chosen]:
             if one is not None and not isinstance(one, (str, list)):
                 picking |= set(re.findall(r"\w+", repr(one.model_dump())))
-        counts = {
-            expression
-            for name, expression in self.document.config.items()
-            if "num_" in name or name.startswith("n_")
-        }
+        config = self.document.config
+        counts = {one for name, one in config.items() if "num_" in name or name.startswith("n_")}
+        repeated = {one for one in config.values() if isinstance(one, int)}  # would not follow a smaller size
         return [
             name
             for name, size in self.document.sizes.items()
             if isinstance(size, int)
             and size > _SMALL
+            and size not in repeated
             and name not in picking | self.experts
             and name not in counts
             and not name.endswith(("heads", "groups"))

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard_cli.errors import DocumentError
-from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout
+from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, Pipeline
 from reshard_cli.spec.model import Model
 from reshard_cli.spec.names import has_digit
 from reshard_cli.spec.placement import Shard, parse_placement
 from reshard_cli.spec.preset import PresetError, expanded
 from reshard_cli.spec.scaling_model import layers_by_kind
 
-__all__ = ["JobScaler", "RankChoice", "divisors", "scaled_place"]
+__all__ = ["JobScaler", "Meshes", "RankChoice", "divisors", "scaled_place"]
 
 Meshes = Mapping[str, Mapping[str, int]]
 _REFUSED = {
@@ -28,6 +28,7 @@ _REFUSED = {
     "storage.unzip": "a storage rule's `unzip` has rows of the model's own head size",
     "tensors.blocks": "a rule's `blocks` are rows of the model's own size",
     "digits": "its rules name layers or experts by number",
+    "config": "its `config` has sizes of the model's own (they belong into the model document)",
     "meshes": "it has an engine and meshes of its own",
 }
 
@@ -131,11 +132,9 @@ class JobScaler:
                 continue
             values = {"ranks": ranks, "parallel": parallel}
             # one layer a stage: how many there are is settled later
-            pipeline = {"layers": [1] * parallel.get("pp", 1)}
+            pipeline = Pipeline(layers=[1] * parallel.get("pp", 1), first=[], last=[])
             try:
-                made = expanded(
-                    self.document.model_copy(update={**values, "pipeline": _pipeline(pipeline)}), self.model
-                )
+                made = expanded(self.document.model_copy(update={**values, "pipeline": pipeline}), self.model)
             except PresetError:
                 continue  # these sizes do not go together
             yield values, made.meshes
@@ -171,10 +170,6 @@ class JobScaler:
         return lost, lopsided
 
 
-def _pipeline(values: Mapping[str, Any]) -> Any:
-    return LayoutDocument.model_validate({"name": "x", "ranks": 1, "pipeline": values}).pipeline
-
-
 def _refusal(document: LayoutDocument) -> str | None:
     """Return why a document cannot be scaled, as a key of _REFUSED."""
     if document.pieces:
@@ -183,6 +178,8 @@ def _refusal(document: LayoutDocument) -> str | None:
         return "storage.unzip"
     if any(rule.blocks for rule in document.tensors):
         return "tensors.blocks"
+    if any("num_" not in key and not key.startswith("n_") for key in document.config):
+        return "config"
     if document.engine is not None and document.meshes:
         return "meshes"
     numbered = [rule.match for rule in document.tensors] + [

@@ -126,6 +126,17 @@ def test_a_sweep_has_curves_a_table_and_says_what_was_left_out():
     assert text.count("<polyline") == 4  # time and bandwidth, two modes
 
 
+def test_a_sweep_inside_one_domain_draws_what_it_has():
+    result = sweep_result()
+    for size in result.sweep:
+        for one in size.results:
+            one.network_bytes = one.busiest_bytes = 0
+    result.probe_rates = []
+    text = bench_page(bench_report(result))
+    assert "Algorithm bandwidth" in text
+    assert text.count("<polyline") == 4
+
+
 def test_what_was_not_measured_is_not_drawn():
     text = bench_page(PAGES["nothing crosses"]())
     assert "not counted" in text

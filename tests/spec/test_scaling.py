@@ -78,9 +78,12 @@ def test_a_scaled_published_pair_keeps_its_shape_or_says_what_is_lost(row, facto
                 assert sizes[0] == sizes[1] or sizes in [(one.before, one.after) for one in told]
                 if (sizes[0] > 1) != (sizes[1] > 1):
                     assert any(one.note for one in told if (one.before, one.after) == sizes)
+        domains = [-(-one.document.ranks // one.document.domain) for one in (before, after)]
         told = change_of(pair, name, "domains")
-        assert told.after == -(-after.document.ranks // after.document.domain)
-        assert bool(told.note) == ((told.before > 1) != (told.after > 1))
+        assert (domains[0] == domains[1]) == (told is None)
+        if told is not None:
+            assert [told.before, told.after] == domains
+            assert bool(told.note) == ((domains[0] > 1) != (domains[1] > 1))
     size = change_of(pair, "model", "bytes")
     assert (size.before, size.after) == (full.num_bytes, pair.model.num_bytes)
     assert size.after <= factor * size.before or size.note
@@ -142,6 +145,15 @@ def test_a_smaller_model_is_never_larger_in_any_size():
     sizes = [scaler.shrunk(by).model.num_bytes for by in (1, 0.7, 0.5, 0.25, 0.1, 0.01, 1e-6)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == full_model("deepseek-v3-h100").num_bytes
+
+
+def test_a_size_that_the_config_repeats_as_a_number_stays(tmp_path):
+    model = {
+        "name": "m", "dtype": "bfloat16", "sizes": {"hidden": 1024, "head_dim": 128}, "config": {"head_dim": 128},
+        "tensors": {"q_proj.weight": ["8 * head_dim", "hidden"]},
+    }  # fmt: skip
+    document, located, _ = read_document(write_yaml(tmp_path / "m.yaml", model), ModelDocument)
+    assert ModelScaler(document, located, "m", Cuts(())).shrunk(0.1).sizes == (("hidden", 1024, 96),)
 
 
 def test_draft_layers_behind_the_models_own_stay_behind(tmp_path):
@@ -249,6 +261,11 @@ def test_an_axis_that_finds_no_room_is_named(tmp_path):
     [
         ({"pieces": [{"tensor": "model.norm.weight", "rank": 0, "box": [[0, 1024]]}]}, "explicit boxes"),
         ({"tensors": [{"match": "*", "blocks": {"0": [512, 512]}}]}, "`blocks`"),
+        (
+            {"engine": "hf", "parallel": {}, "tensors": [], "meshes": {}, "config": {"head_dim": 64}},
+            "`config`",
+        ),
+        ({"engine": "hf", "tensors": []}, "meshes of its own"),
         ({"tensors": [{"match": "model.layers.0.*"}, {"match": "*"}]}, "by number"),
     ],
 )
