@@ -9,6 +9,7 @@ import pytest
 
 from reshard_cli.plan.bound import domain_bound
 from reshard_cli.plan.build import build_plan
+from reshard_cli.transport.emulated import why_unavailable
 from tests.support import make_jobs, model_document, run_cli
 
 QUICKSTART = Path(__file__).parent.parent.parent / "layouts" / "quickstart"
@@ -111,6 +112,23 @@ def test_a_published_row_scaled_down_runs_here_and_says_what_it_changed(tmp_path
     )
     assert all(one["verified_elements"] > 0 for one in report["modes"])
     assert "What was scaled down" in (tmp_path / "b.html").read_text()
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_a_published_row_fills_an_emulated_cluster_and_names_the_axes_without_room():
+    row = QUICKSTART.parent / "published" / "qwen3-235b-h100"
+    done = run_cli(
+        "bench", row / "train.yaml", row / "infer.yaml", "--scale", "0.00001", "--emulate", "4x2", "--repeats", "2",
+        "--warmup", "1", "--verify", "--modes", "reshard", "--json", "-",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["world"]["ranks"], report["world"]["hosts"]) == (8, 4)
+    lost = [f"{one['where']} {one['what']}" for one in report["scaled"]["changes"] if one["note"]]
+    assert lost == ["train axis dp"]
+    only = report["modes"][0]
+    assert only["verified_elements"] > 0
+    assert 1 < only["network_bytes_measured"] / only["network_bytes_planned"] < 1.1
 
 
 def bound_of(folder, source, destination):
