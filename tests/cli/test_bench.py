@@ -9,8 +9,8 @@ import pytest
 
 from reshard_cli.plan.bound import domain_bound
 from reshard_cli.plan.build import build_plan
-from reshard_cli.transport.emulated import why_unavailable
 from tests.support import make_jobs, model_document, run_cli
+from tests.transport.test_emulated import needs_cluster
 
 QUICKSTART = Path(__file__).parent.parent.parent / "layouts" / "quickstart"
 TRAIN, INFER = (QUICKSTART / f"{name}.yaml" for name in ("train", "infer"))
@@ -114,7 +114,7 @@ def test_a_published_row_scaled_down_runs_here_and_says_what_it_changed(tmp_path
     assert "What was scaled down" in (tmp_path / "b.html").read_text()
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+@needs_cluster
 def test_a_published_row_fills_an_emulated_cluster_and_names_the_axes_without_room():
     row = QUICKSTART.parent / "published" / "qwen3-235b-h100"
     done = run_cli(
