@@ -185,10 +185,36 @@ def bench(
     source: Source,
     destination: Destination,
     modes: Annotated[
-        str, typer.Option("--modes", metavar="a,b,...", help="the modes to measure, in turn")
-    ] = "broadcast,hybrid-ffn,reshard,hybrid",
+        str | None,
+        typer.Option(
+            "--modes",
+            metavar="a,b,...",
+            help="the modes to measure, in turn; default: all, with --sweep broadcast,reshard",
+        ),
+    ] = None,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="refits of each mode that do not count")] = 2,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="refits of each mode that do")] = 7,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            "--scale",
+            metavar="F",
+            help="shrink the jobs and their model to what this machine holds (0 < F < 1): at most F times the bytes, "
+            "by fewer layers, fewer experts and narrower sizes alike; F times the ranks, but enough that every axis of "
+            "several coordinates keeps several, or as many as --emulate has",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="[MIN:MAX[:FACTOR]]",
+            is_flag=False,
+            flag_value="1K:1G:4",
+            help="measure one tensor of these sizes instead of the model, from rows to columns over the jobs' ranks; "
+            "alone, behind the documents: 1K:1G:4",
+        ),
+    ] = None,
     model: ModelFlag = None,
     verify: Annotated[bool, typer.Option("--verify", help="compare every element, once a mode")] = False,
     emulate: Annotated[
@@ -206,10 +232,13 @@ def bench(
     csv: Annotated[
         str | None, typer.Option("--csv", metavar="FILE", help="write every repeat's seconds")
     ] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="write a page of pictures")
+    ] = None,
     debug: DebugFlag = False,
 ) -> None:
     """Measure refits of synthetic weights in memory: interleaved repeats, medians, bytes planned and counted."""
-    from reshard_cli.cli.bench import run_bench
+    from reshard_cli.cli.bench import BenchFlags, run_bench
     from reshard_cli.refit.prepare import RefitOptions
 
     run_bench(
@@ -217,7 +246,10 @@ def bench(
             source=source, destination=destination, model=model, verify=verify, staging=_bytes_of(staging),
             timeout=timeout, backend=backend.value, domain=domain,
         ),
-        modes=modes, warmup=warmup, repeats=repeats, emulate=emulate, nic=nic, json_file=json, csv_file=csv,
+        BenchFlags(
+            modes=modes, warmup=warmup, repeats=repeats, scale=scale, sweep=sweep, emulate=emulate, nic=nic,
+            json_file=json, csv_file=csv, html_file=html,
+        ),
         debug=debug,
     )  # fmt: skip
 

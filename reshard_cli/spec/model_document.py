@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,7 @@ from reshard_cli.spec.located import KeyPath, Located
 from reshard_cli.spec.model import LogicalTensor, Model, group_experts, model_of_checkpoint
 from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise, template_of
 
-__all__ = ["ModelDocument", "model_document_text", "read_model"]
+__all__ = ["ModelDocument", "model_document_text", "model_of_document", "read_model"]
 
 _MAX_TENSORS = 2_000_000
 _MAX_ELEMENTS = 1 << 56  # so that no count of bytes over all experts leaves 64 bits
@@ -230,13 +231,20 @@ def read_model(path: Path, *, trust: bool = False) -> Model:
     if not path.exists():
         raise DocumentError(f"{path}: no such model document or checkpoint folder")
     document, located, problems = read_document(path, ModelDocument)
+    return model_of_document(document, located, str(path), problems)
+
+
+def model_of_document(
+    document: ModelDocument, located: Located, origin: str, problems: Sequence[Problem] = ()
+) -> Model:
+    """Return the model that a document describes. Raises DocumentError with `problems` and all of its own."""
     reader = _Reader(document, located)
     reader.run()
-    problems += reader.problems
-    if problems:
-        raise DocumentError(problems=sorted(set(problems), key=lambda problem: problem.line))
+    found = {*problems, *reader.problems}
+    if found:
+        raise DocumentError(problems=sorted(found, key=lambda problem: problem.line))
     tensors = tuple(group_experts(reader.tensors.values()))
-    return Model(document.name, tensors, origin=str(path), config=reader.config)
+    return Model(document.name, tensors, origin=origin, config=reader.config)
 
 
 def model_document_text(model: Model, name: str) -> str:
