@@ -1,5 +1,40 @@
-"""reshard-cli gives inference jobs their new weights: exact, close to the network's limit, never hanging."""
+"""reshard-cli gives inference jobs their new weights: exact, close to the network's limit, never hanging.
 
-__all__ = ["__version__"]
+As a library: `join` the other job, `Session.bind` tensors, `Session.refit`. `Layout.of` describes a live model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError, WeightsError
+
+if TYPE_CHECKING:
+    from reshard_cli.refit.documents import Layout
+    from reshard_cli.refit.library import Handle, Session, join
+
+__all__ = [
+    "DocumentError",
+    "Handle",
+    "Layout",
+    "ReshardError",
+    "Session",
+    "TransferError",
+    "VerifyError",
+    "WeightsError",
+    "__version__",
+    "join",
+]
 
 __version__ = "0.1.0"
+
+_LATER = {"join": "library", "Session": "library", "Handle": "library", "Layout": "documents"}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import, and the command line does without it where it can
+    if name in _LATER:
+        import importlib
+
+        return getattr(importlib.import_module(f"reshard_cli.refit.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

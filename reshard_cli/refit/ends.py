@@ -243,8 +243,6 @@ class LiveEnd:
         self._live.held(who, rank_storages(plan.destination, rank), allow_extra=self._allow_extra)
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
-        if self._hooks.before is not None:
-            self._hooks.before(version)
         storages = rank_storages(plan.destination, rank)
         who = f"{plan.destination.name} {rank}"
         self._tensors = self._live.held(who, storages, allow_extra=self._allow_extra)
@@ -253,6 +251,7 @@ class LiveEnd:
                 self._shadow = Destination.create(plan, rank, None, version, device)
             self._shadow.keep_padding_of(self._tensors)
             return self._shadow, id(self._shadow)
+        self._call(self._hooks.before, version)
         self.torn = True
         place = place_of(self._tensors)
         if self._filled is None or place != self._place:
@@ -263,11 +262,16 @@ class LiveEnd:
 
     def apply(self, version: int) -> None:
         if self._shadow is not None:
+            self._call(self._hooks.before, version)
             self.torn = True
             self._shadow.copy_into(self._tensors)
         self.version, self.torn = version, False
-        if self._hooks.after is not None:
-            self._hooks.after(version)
+        self._call(self._hooks.after, version)
+
+    @staticmethod
+    def _call(hook: Callable[[int], object] | None, version: int) -> None:
+        if hook is not None:
+            hook(version)
 
     def publish(self) -> None:
         pass

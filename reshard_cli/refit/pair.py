@@ -112,8 +112,10 @@ class Pair:
         elif self.truth is not None and self.options.verify and self.end is not None:
             self.truth.check(self.plan, [], version)
 
-    def refit(self, version: int, progress: Progress | None = None) -> Iteration | None:
-        """Run one refit; return what it took, on rank 0.
+    def refit(
+        self, version: int, progress: Progress | None = None, released: Callable[[], None] = lambda: None
+    ) -> Iteration | None:
+        """Run one refit; return what it took, on rank 0. `released` is called when the source is not read any more.
 
         Raises TransferError, WeightsError, VerifyError: then the version was not committed, unless the
         destination's end says that it is there (the loss of a rank was seen after that).
@@ -131,6 +133,7 @@ class Pair:
             if self.options.verify:
                 with clock.phase("verify"):
                     self._verify(version)
+            released()
             with clock.phase("commit"):
                 if destination is not None and destination.mapped is not None:
                     destination.mapped.flush()

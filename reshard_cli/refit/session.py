@@ -206,7 +206,9 @@ class _Loop:
             self.control.share(key, None if turn is None else asdict(turn), "waiting for the next refit")
         else:
             self.control.phase("waiting for the next refit")
-            given = self.control.wait_for_turn(key, 0, lambda: stop.asked)
+            if not self.control.wait_while_alive(key, 0, lambda: stop.asked):
+                self.control.store.set("stop", "1")
+            given = self.control.read_shared(key, 0)
             turn = None if given is None else Turn(**given)
         if turn is not None:
             self._turn = turn

@@ -199,19 +199,22 @@ class Control:
             return False
         return True
 
-    def wait_for_turn(self, key: str, rank: int, stop: Callable[[], bool]) -> Any:
-        """Return the value that a rank sets when it is time, however long that takes while it lives.
+    def read_shared(self, key: str, rank: int) -> Any:
+        """Return what a rank shares, however long that takes while it lives."""
+        self.wait_while_alive(key, rank)
+        return json.loads(self.store.get(key))
 
-        Where `stop` says so, the wish is written for that rank to see. Raises PeerLostError when the rank has
-        given no sign of life for the timeout.
+    def wait_while_alive(self, key: str, rank: int, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for what a rank sets when it is time, however long that takes while it lives.
+
+        Returns False where `stop` says so before. Raises PeerLostError when the rank has given no sign of life
+        for the timeout, or another rank's failure.
         """
-        told = False
         seen, since = self._beats()[rank], time.monotonic()
         while self.store.wait_keys([key], [_FAILURE], BEAT):
             self.check()
-            if stop() and not told:
-                self.store.set("stop", "1")
-                told = True
+            if stop():
+                return False
             beat = self._beats()[rank]
             if beat != seen:
                 seen, since = beat, time.monotonic()
@@ -219,7 +222,7 @@ class Control:
                 raise PeerLostError(
                     f"waiting for {self.name_of(rank)}: no sign of life for {self.timeout:g} s", rank
                 )
-        return json.loads(self.store.get(key))
+        return True
 
     def barrier(self, key: str, what: str) -> None:
         """Wait until every rank is here."""

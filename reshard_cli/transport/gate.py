@@ -76,7 +76,7 @@ class Gate:
         self._strangers: OrderedDict[int, asyncio.StreamWriter] = OrderedDict()
         self._peers: set[int] = set()
         self._jobs: list[_Job] = []
-        self._numbers = itertools.count(1)
+        self._numbers, self._entries = itertools.count(1), itertools.count(1)
         self._operations: dict[str, Callable[[_Peer, Frame], Awaitable[Frame]]] = {
             "set": self._set, "get": self._get, "check": self._check, "compare_set": self._compare_set,
             "add": self._add, "delete": self._delete, "wait": self._wait, "will": self._will,
@@ -241,7 +241,8 @@ class Gate:
         if job is None:
             if role == "source" and any(one.role == role and not one.lost for one in self._jobs):
                 return {"refused": ["there is a source job already; one gate serves one"]}
-            entry = f"{role}-{sum(one.role == role for one in self._jobs) + 1}"
+            self._jobs = [one for one in self._jobs if not one.lost]
+            entry = f"{role}-{next(self._entries)}"
             job = _Job(entry, role, identity, frame["name"], size, frame["facts"], frame.get("note"))
             self._jobs.append(job)
         elif job.size != size or job.facts != frame["facts"]:
@@ -267,7 +268,7 @@ class Gate:
             "jobs": [
                 {
                     "entry": one.entry, "name": one.name, "size": one.size, "facts": one.facts,
-                    "note": one.note, "complete": one.complete,
+                    "note": one.note, "complete": one.complete, "here": sorted(one.ranks),
                 }
                 for one in self._jobs
                 if one.role == frame["role"] and not one.lost

@@ -43,7 +43,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class JobAtGate:
-    """A whole job that waits at the gate: what it is compared by, and its note (its documents)."""
+    """A job at the gate: what it is compared by, its note (its documents), and which of its ranks are here."""
 
     entry: str
     name: str
@@ -51,6 +51,7 @@ class JobAtGate:
     facts: dict[str, Any]
     note: Any
     complete: bool
+    here: list[int]
 
 
 def parse_address(text: str, flag: str = "--join") -> Address:
@@ -114,6 +115,7 @@ class GateStore:
         """
         self._address, self._token = address, token
         self._lock = threading.Lock()
+        self._for_groups: _GroupStore | None = None
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -202,7 +204,10 @@ class GateStore:
                 return lacking
 
     def for_groups(self, prefix: str) -> Any:
-        return dist.PrefixStore(prefix, _GroupStore(self))  # type: ignore[attr-defined]
+        if self._for_groups is None:
+            # kept, as torch keeps only what is its own of it
+            self._for_groups = _GroupStore(self)
+        return dist.PrefixStore(prefix, self._for_groups)  # type: ignore[attr-defined]
 
     # ---- jobs -------------------------------------------------------------------------------------
 

@@ -28,12 +28,19 @@ Bindable = torch.nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Te
 class LiveTensors:
     """A model, a mapping of tensors, or a function that returns one; asked anew each time."""
 
-    def __init__(self, given: Bindable) -> None:
+    def __init__(self, given: Bindable | None) -> None:
+        """None: something is bound later."""
+        self._given = given
+
+    def bind(self, given: Bindable) -> None:
+        """Ask this one from now on."""
         self._given = given
 
     def now(self) -> dict[str, Tensor]:
         """Return this rank's tensors: of a DTensor, the local part. Raises WeightsError."""
         given: Any = self._given
+        if given is None:
+            raise WeightsError("live tensors: nothing is bound; call bind() before the first refit")
         if isinstance(given, torch.nn.Module):
             given = given.state_dict(keep_vars=True)
         elif not isinstance(given, Mapping) and callable(given):
@@ -112,9 +119,9 @@ def snapshot(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = 
     return copies
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hooks:
-    """What an engine does around a refit: both get the version."""
+    """What an engine does just before its tensors are written, and when all is there; both get the version."""
 
     before: Callable[[int], object] | None = None
     after: Callable[[int], object] | None = None

@@ -1,0 +1,235 @@
+"""A rank of a source job that destination jobs join: it takes them in, refits them, and goes on when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard_cli.errors import ReshardError, TransferError
+from reshard_cli.refit.documents import Described, of_note
+from reshard_cli.refit.ends import SourceEnd
+from reshard_cli.refit.failing import wrapped
+from reshard_cli.refit.joined import (
+    SLICE,
+    SOURCE_FAILURE,
+    JobLeftError,
+    Joined,
+    JoinedSession,
+    Membership,
+    differences,
+    facts_of,
+)
+from reshard_cli.refit.pair import Iteration
+from reshard_cli.refit.prepare import Jobs, RefitOptions
+from reshard_cli.transport.gate_client import GateProcess, open_gate
+
+__all__ = ["JoinedSource", "RefitOfJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOfJob:
+    """What one refit was to one destination job, as a source rank knows it. `measured`: on rank 0."""
+
+    job: str
+    version: int
+    measured: Iteration | None = None
+    error: ReshardError | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether the job has the version, as far as this rank knows."""
+        return self.error is None
+
+
+class JoinedSource(Joined):
+    """A rank of the source job."""
+
+    def __init__(
+        self,
+        member: Membership,
+        options: RefitOptions,
+        own: Described,
+        accepted: Sequence[Described] | None,
+        end: SourceEnd,
+        *,
+        ends_process: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`accepted`: the layouts of destination jobs that are let in; None: any. `note` is told, on rank 0, who
+        comes and goes. Raises TransferError.
+        """
+        self._process: GateProcess | None = None
+        if member.rank == 0:
+            self._process = open_gate(member.address, member.token)
+        super().__init__(member, options, ends_process=ends_process)
+        self.own, self.end = own, end
+        self._note = note
+        self._layouts = {one.layout.digest: one.layout for one in accepted or ()}
+        self._facts = facts_of(
+            options, own.layout, None if accepted is None else [one.layout for one in accepted]
+        )
+        self.sessions: dict[int, JoinedSession] = {}
+        self._turn = 0
+        self._lost: dict[int, ReshardError] = {}
+        self._stale: list[int] = []
+        self._next_session = 1
+        self._seen: set[str] = set()
+        try:
+            self.entry = self._enter(self._facts, own.note, own.layout.name)
+        except BaseException:
+            self._leave(end=True)
+            raise
+        self.watchdog.start()
+
+    def refit(
+        self, version: int, *, wait: float | None = None, released: Callable[[], None] = lambda: None
+    ) -> list[RefitOfJob]:
+        """Refit every destination job that is there; return what it was to each of them.
+
+        Rank 0 waits up to `wait` seconds (default: the timeout) for a first job. Raises TransferError where none
+        comes. A job that fails does not keep the others from theirs; it is let go, and may come in again.
+        `released` is called when the source's tensors are not read any more.
+        """
+        turn = self._agreed_turn(version, self.options.timeout if wait is None else wait)
+        for number in [one for one in self.sessions if one not in turn]:
+            gone = self.sessions.pop(number)
+            self._drop(gone.control, gone.pair)
+        done = []
+        for number in turn:
+            done.append(self._refit_one(number, version, released if number == turn[-1] else lambda: None))
+        return [one for one in done if one is not None]
+
+    def _refit_one(self, number: int, version: int, released: Callable[[], None]) -> RefitOfJob | None:
+        session = self.sessions.get(number)
+        name = f"job {number}" if session is None else session.name
+        try:
+            if number in self._lost:
+                raise self._lost[number]
+            if session is None:
+                session = self._admitted(number)
+                name = session.name
+                session.pair.open(version)
+                self.sessions[number] = session
+            session.turns += 1
+            if self.member.rank == 0:
+                session.control.store.set(f"turn/{session.turns}", json.dumps(version))
+                session.control.store.delete_key(f"turn/{session.turns - 2}")
+            session.control.barrier(f"begin/{session.turns}", "beginning the refit")
+            return RefitOfJob(name, version, session.pair.refit(version, released=released))
+        except Exception as error:  # noqa: BLE001 - told to the others, and returned to the caller
+            told = error if session is None else self._failed(session.control, session.pair, error)
+            told = told if isinstance(told, ReshardError) else wrapped(None, told, self.member.rank)
+            self.sessions.pop(number, None)
+            self._lost[number] = told
+            if isinstance(told, JobLeftError):
+                self._note(str(told))
+                return None
+            return RefitOfJob(name, version, error=told)
+
+    def _admitted(self, number: int) -> JoinedSession:
+        about = json.loads(self.gate.get(f"session/{number}/about"))
+        layout = self._layouts.get(about["digest"])
+        if layout is None:
+            layout = of_note(about["note"], about["name"])
+            self._layouts[about["digest"]] = layout
+        return self._session(number, self.member.rank, Jobs(self.own.layout, layout), self.end, None)
+
+    def _agreed_turn(self, version: int, wait: float) -> list[int]:
+        """Return the sessions of this refit, the same on all source ranks."""
+        self._turn += 1
+        key = f"turn/{self._turn}"
+        self.job.phase(f"beginning version {version}")
+        if self.member.rank == 0:
+            try:
+                told: dict[str, Any] = {"version": version, "sessions": self._present(wait)}
+            except TransferError as error:
+                told = {"error": str(error)}
+            self._tidy()
+            self.job.share(key, told, "beginning a refit")
+            self.job.store.delete_key(f"turn/{self._turn - 2}")
+        else:
+            told = self.job.read_shared(key, 0)
+        if "error" in told:
+            raise TransferError(told["error"])
+        if told["version"] != version:
+            raise TransferError(
+                f"{self.own.layout.name} {self.member.rank} is at version {version}, rank 0 at {told['version']}: "
+                f"all ranks refit in the same order",
+                self.member.rank,
+            )
+        return list(told["sessions"])
+
+    def _present(self, wait: float) -> list[int]:
+        """Return the sessions that go on, and the new ones; wait for a first one."""
+        alive = []
+        for number, session in self.sessions.items():
+            failure = session.control.failure()
+            if failure is None:
+                alive.append(number)
+            else:
+                self._note(failure.message)
+        deadline = time.monotonic() + wait
+        while True:
+            alive += self._newcomers()
+            if alive:
+                return alive
+            if time.monotonic() > deadline:
+                raise TransferError(f"no destination job came to {self.member.address} within {wait:g} s")
+            self._wait("complete/destination", [SOURCE_FAILURE], SLICE)
+            if self.gate.check(["complete/destination"]):
+                self.gate.delete_key("complete/destination")
+
+    def _tidy(self) -> None:
+        """Take away what the gate keeps of sessions that ended before the last refit."""
+        for number in self._stale:
+            self.gate.delete_all(f"session/{number}/")
+            self._lost.pop(number, None)
+        self._stale = list(self._lost)
+
+    def _newcomers(self) -> list[int]:
+        numbers = []
+        for job in self.gate.jobs("destination"):
+            if not job.complete or job.entry in self._seen:
+                continue
+            self._seen.add(job.entry)
+            lines = differences(self._facts, job.facts)
+            own = job.facts.get("layout of the destination") or []
+            if len(own) != 1:
+                lines.append("it does not say what its own layout is")
+            if lines:
+                self.gate.set(f"entries/{job.entry}/refused", json.dumps(lines))
+                self._note(f"{job.name} was not let in: {'; '.join(lines)}")
+                continue
+            number = self._next_session
+            self._next_session += 1
+            about = {"name": job.name, "digest": own[0], "note": job.note}
+            self.gate.set(f"session/{number}/about", json.dumps(about))
+            self.gate.set(f"entries/{job.entry}/session", json.dumps(number))
+            self._note(f"{job.name} ({job.size} ranks) came in")
+            numbers.append(number)
+        return numbers
+
+    def close(self) -> None:
+        """Tell the destination jobs that there is no other version, and go."""
+        if self.closed:
+            return
+        for session in self.sessions.values():
+            if self.member.rank == 0:
+                session.control.store.set(f"turn/{session.turns + 1}", json.dumps(None))
+            session.pair.close()
+        self.sessions.clear()
+        if self.member.rank == 0:
+            self.gate.set("source/ended", "1")
+        self._leave(end=self.member.rank == 0)
+
+    def _leave(self, *, end: bool) -> None:
+        self.closed = True
+        self.watchdog.end()
+        with contextlib.suppress(TransferError):
+            self.gate.leave(end=end)
+        if self._process is not None:
+            self._process.close()
