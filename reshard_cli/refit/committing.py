@@ -22,6 +22,7 @@ __all__ = ["commit"]
 
 _COMMITTED, _UNKNOWN = 1, 2
 _REASON = 8.0  # seconds for another rank to say why it gave a version up
+_REASON = 8.0  # seconds for another rank to say why it gave a version up
 
 
 def commit(
@@ -40,10 +41,10 @@ def commit(
     control.deciding = True
     try:
         if not _decided(control, transport, destinations, version, end):
+            # whoever gave it up is finding out why, and is the one to say so
+            control.store.wait_keys(["failure"], [], _REASON)
             control.check()
-            raise TransferError(
-                f"version {version} was given up by another rank while it was being committed"
-            )
+            raise PeerLostError(f"version {version} was given up while it was being committed")
         if end is not None:
             end.apply(version)
         control.barrier(f"applied/{version}", "committing")
