@@ -42,6 +42,13 @@ class BackendName(StrEnum):
     gloo = "gloo"
 
 
+class RoleName(StrEnum):
+    """The jobs that may join each other."""
+
+    source = "source"
+    destination = "destination"
+
+
 class DocumentKind(StrEnum):
     """The kinds of documents that have a schema."""
 
@@ -146,14 +153,33 @@ def refit(
     source: Source,
     destination: Destination,
     origin: Annotated[
-        str, typer.Option("--from", metavar="WHERE", help="a safetensors or DCP folder, or synthetic")
+        str,
+        typer.Option(
+            "--from", metavar="WHERE", help="a safetensors or DCP folder, live:module:function, or synthetic"
+        ),
     ] = "synthetic",
     target: Annotated[
-        str, typer.Option("--to", metavar="WHERE", help="a folder (one file per destination rank), or memory")
+        str,
+        typer.Option(
+            "--to",
+            metavar="WHERE",
+            help="a folder (one file per destination rank), live:module:function, or memory",
+        ),
     ] = "memory",
     model: ModelFlag = None,
     mode: ModeFlag = ModeName.hybrid,
-    iterations: Annotated[int, typer.Option("--iterations", min=1, help="refits in a row")] = 1,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            "--iterations",
+            min=1,
+            help="refits in a row; default: 1, with --watch or as a joined destination no end",
+        ),
+    ] = None,
+    watch: Annotated[
+        Path | None,
+        typer.Option("--watch", metavar="DIR", help="refit from each new complete checkpoint under DIR"),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="compare every destination element")] = False,
     staging: StagingFlag = 512,
     timeout: TimeoutFlag = 120,
@@ -162,22 +188,88 @@ def refit(
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
     trust_checkpoint: TrustFlag = False,
+    double_buffer: Annotated[
+        bool,
+        typer.Option(
+            "--double-buffer", help="keep the old version whole until the new one is, for its memory"
+        ),
+    ] = False,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            "--join",
+            metavar="HOST:PORT",
+            help="join a job that is started by itself; the source's rank 0 listens there",
+        ),
+    ] = None,
+    role: Annotated[
+        RoleName | None, typer.Option("--role", help="with --join: which of the two jobs this one is")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", metavar="FILE", help="with --join: the secret of both jobs")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token", metavar="TEXT", help="the same as text, which other users of this host may see"
+        ),
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--also", metavar="DOCUMENT", help="with --role source: another destination layout to let in"
+        ),
+    ] = None,
+    rejoin: Annotated[
+        bool,
+        typer.Option(
+            "--rejoin", help="with --role source: go on without a job that fails; it may join again"
+        ),
+    ] = False,
+    lines: Annotated[
+        str | None,
+        typer.Option("--lines", metavar="FILE", help="one JSON line per refit; - for standard output"),
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option("--metrics", metavar="FILE", help="keep figures there as Prometheus reads them"),
+    ] = None,
     json: JsonFlag = None,
     debug: DebugFlag = False,
 ) -> None:
     """Move the weights: under torchrun, or by itself on this machine."""
+    from reshard_cli.cli.joined import run_joined_refit
     from reshard_cli.cli.refit import run_refit
+    from reshard_cli.cli.telling import Telling
     from reshard_cli.refit.prepare import RefitOptions
 
-    run_refit(
-        RefitOptions(
-            source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
-            iterations=iterations, verify=verify, staging=_bytes_of(staging), timeout=timeout,
-            backend=backend.value, domain=domain, colocated=colocated, allow_extra=allow_extra,
-            trust_checkpoint=trust_checkpoint,
-        ),
-        json_file=json, debug=debug,
+    endless = watch is not None or (join is not None and role == RoleName.destination)
+    options = RefitOptions(
+        source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
+        iterations=iterations if iterations or endless else 1, watch=watch, double_buffer=double_buffer,
+        verify=verify, staging=_bytes_of(staging), timeout=timeout, backend=backend.value, domain=domain,
+        colocated=colocated, allow_extra=allow_extra, trust_checkpoint=trust_checkpoint,
     )  # fmt: skip
+    telling = Telling(lines, metrics)
+    if join is None:
+        given = {
+            "--role": role,
+            "--token": token,
+            "--token-file": token_file,
+            "--also": also,
+            "--rejoin": rejoin,
+        }
+        for flag, value in given.items():
+            if value:
+                raise typer.BadParameter(
+                    "is for jobs that join each other: give --join HOST:PORT", param_hint=flag
+                )
+        run_refit(options, json_file=json, telling=telling, debug=debug)
+    else:
+        run_joined_refit(
+            options, address=join, role=None if role is None else role.value, token=token, token_file=token_file,
+            also=also or [], rejoin=rejoin, json_file=json, telling=telling, debug=debug,
+        )  # fmt: skip
 
 
 @app.command()

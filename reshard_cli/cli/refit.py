@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.telling import Telling
+from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.report.terminal import print_refit
 from reshard_cli.spec.headers import is_rank_folder
@@ -17,13 +19,16 @@ __all__ = ["run_refit"]
 _SHOW_PROGRESS_AFTER = 2.0
 
 
-def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> None:
+def run_refit(options: RefitOptions, *, json_file: str | None, telling: Telling, debug: bool) -> None:
     """Run the refit and end the process with its exit code. Raises what can be said before any rank starts."""
 
     def read() -> Jobs:
         check_file(json_file, "--json")
+        telling.check()
         parse_domain(options.domain)
         folder = Path(options.origin)
+        if options.watch is not None and options.origin != "synthetic":
+            raise DocumentError("--watch: its folders are the sources; leave --from out")
         # rank files have an engine's storages and names; only a checkpoint's are the model's
         checkpoint = options.origin != "synthetic" and folder.is_dir() and not is_rank_folder(folder)
         fallback = folder if checkpoint else None
@@ -38,7 +43,8 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
     import torch
 
     from reshard_cli.refit.endpoints import check_target
-    from reshard_cli.refit.session import RefitReport, run_rank
+    from reshard_cli.refit.joined_loop import RefitOfLoop
+    from reshard_cli.refit.session import Iteration, RefitReport, run_rank
     from reshard_cli.report.refit_report import refit_report
     from reshard_cli.transport.launcher import World, launch, world_of_environment
 
@@ -46,8 +52,11 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
         values = refit_report(report)
         if json_file is not None:
             write_json(values, json_file)
-        if json_file != "-":
+        if json_file != "-" and not telling.on_standard_output:
             print_refit(values)
+
+    def tell(one: Iteration) -> None:
+        telling.refit(RefitOfLoop("both", "", one.version, True, False, one.seconds, one))
 
     def run(world: World) -> int:
         local = world.num_ranks if world.launcher else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -55,11 +64,12 @@ def run_refit(options: RefitOptions, *, json_file: str | None, debug: bool) -> N
         progress = _Progress() if world.rank == 0 and sys.stderr.isatty() else None
         # a forked rank has what its launcher read
         given = read if jobs is None else lambda: jobs
-        return run_rank(world, options, given, on_report=show, progress=progress, debug=debug)
+        return run_rank(world, options, given, on_report=show, on_refit=tell, progress=progress, debug=debug)
 
     if jobs is None:
         sys.exit(run(world_of_environment(os.environ)))
-    check_target(options.target, "check")
+    if not options.target.startswith("live:"):
+        check_target(options.target, "check")
     sys.exit(launch(jobs.num_ranks(options.colocated), options.timeout, run))
 
 

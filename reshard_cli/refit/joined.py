@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ class Joined:
     """What a rank of either job has: its connection to the gate, and its sign of life."""
 
     def __init__(self, member: Membership, options: RefitOptions, *, ends_process: bool) -> None:
-        self.member, self.options = member, options
+        # how many refits each side wants is its own affair
+        self.member, self.options = member, replace(options, iterations=None)
         self.gate = GateStore(member.address, member.token, options.timeout)
         self.watchdog = Watchdog(self._another, parent=None, ends=ends_process)
         self.job: Control
@@ -171,6 +172,19 @@ class Joined:
                 if self.gate.check([one]):
                     raise Failure(**json.loads(self.gate.get(one))).error()
         return bool(lacking)
+
+    def first_to_tell(self) -> bool:
+        """Say whether this rank is the one of its job to tell people of a failure."""
+        try:
+            told: bytes = self.job.store.compare_set("told", "", str(self.member.rank))
+        except (TransferError, AttributeError):
+            return self.member.rank == 0  # the gate is gone, or this job never was in
+        return told.decode() == str(self.member.rank)
+
+    def fail(self, error: ReshardError) -> None:
+        """Tell the job's other ranks of a failure that ends this one."""
+        with contextlib.suppress(TransferError, AttributeError):
+            self.job.fail(error)
 
     def _session(
         self, number: int, rank: int, jobs: Jobs, source: SourceEnd | None,

@@ -76,8 +76,9 @@ class Pair:
             self.device = torch.device("cuda", setup["local_rank"])
             torch.cuda.set_device(self.device)
         self.transport: Transport | None = None
-        self.compared = 0
+        self.compared = self.compared_by_all = 0  # elements; the second is known on rank 0
         self.extra = plan.extra
+        self.own: Iteration | None = None  # what the last refit was on this rank alone
         self.state_dict = ""
         self.peak = 0
         self._schedule: RankSchedule | None = None
@@ -222,12 +223,15 @@ class Pair:
             verify_padding(self.control.rank, storage, destination.buffers[storage.name])
 
     def _gathered(self, version: int, seconds: float, clock: Clock, sent: dict[int, int]) -> Iteration | None:
+        self.own = Iteration(version, seconds, dict(clock.seconds), sent[NETWORK], sent[DOMAIN])
         own = {
             "seconds": seconds, "phases": dict(clock.seconds), "network": sent[NETWORK], "domain": sent[DOMAIN],
+            "compared": self.compared,
         }  # fmt: skip
         everybody = self.control.gather(f"iteration/{version}", own, "reporting")
         if everybody is None:
             return None
+        self.compared_by_all = sum(one["compared"] for one in everybody)
         phases: dict[str, float] = {}
         for one in everybody:
             for name, value in one["phases"].items():

@@ -1,0 +1,105 @@
+"""`reshard-cli refit --join`: one rank of a job that joins the other one, or the launcher of all of its ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.telling import Telling
+from reshard_cli.errors import DocumentError
+from reshard_cli.refit.prepare import RefitOptions, parse_domain
+from reshard_cli.spec.headers import is_rank_folder
+
+__all__ = ["run_joined_refit"]
+
+
+def run_joined_refit(
+    options: RefitOptions,
+    *,
+    address: str,
+    role: str | None,
+    token: str | None,
+    token_file: Path | None,
+    also: list[Path],
+    rejoin: bool,
+    json_file: str | None,
+    telling: Telling,
+    debug: bool,
+) -> None:
+    """Run this job's part and end the process with its exit code. Raises what can be said before it joins."""
+    if role not in ("source", "destination"):
+        raise DocumentError("--join: say which job this is: --role source or --role destination")
+    if options.colocated:
+        raise DocumentError("--colocated: jobs that join have ranks of their own; start both in one torchrun")
+    if also and role == "destination":
+        raise DocumentError("--also: a destination job has one layout; the source lets in several")
+    secret = _secret(token, token_file)
+    check_file(json_file, "--json")
+    telling.check()
+    parse_domain(options.domain)
+
+    # torch takes seconds to import: a mistake in a flag is told before
+    import torch
+
+    from reshard_cli.refit.documents import described
+    from reshard_cli.refit.joined import Membership
+    from reshard_cli.refit.joined_loop import JoinedRun, run_joined
+    from reshard_cli.refit.library import identity_of_job, place_in_job
+    from reshard_cli.refit.session import RefitReport
+    from reshard_cli.report.refit_report import refit_report
+    from reshard_cli.report.terminal import print_refit
+    from reshard_cli.transport.gate_client import parse_address
+    from reshard_cli.transport.job_launcher import launch_job
+
+    where = parse_address(address)
+    folder = Path(options.origin)
+    checkpoint = role == "source" and folder.is_dir() and not is_rank_folder(folder)
+    layouts = [
+        described(path, options.model, folder if checkpoint else None, trust=options.trust_checkpoint)
+        for path in (options.source, options.destination, *also)
+    ]
+    own = layouts[0] if role == "source" else layouts[1]
+
+    def show(report: RefitReport) -> None:
+        values = refit_report(report)
+        if json_file is not None:
+            write_json(values, json_file)
+        if json_file != "-" and not telling.on_standard_output:
+            print_refit(values)
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    run = JoinedRun(telling.refit, show, note, rejoin)
+
+    def rank_of(rank: int, size: int, local_rank: int, identity: str) -> int:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)))
+        member = Membership(role, identity, rank, size, local_rank, where, secret)
+        return run_joined(member, options, layouts[0], layouts[1], layouts[2:], run, debug=debug)
+
+    needed = own.layout.num_ranks
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        rank, size, local_rank = place_in_job(None, None)
+        if size != needed:
+            raise DocumentError(f"layout {own.layout.name!r} has {needed} ranks, torchrun started {size}")
+        sys.exit(rank_of(rank, size, local_rank, identity_of_job()))
+    identity = secrets.token_hex(8)
+    start: Callable[[int], int] = lambda rank: rank_of(rank, needed, rank, identity)  # noqa: E731
+    sys.exit(launch_job(needed, start))
+
+
+def _secret(token: str | None, file: Path | None) -> str:
+    if token is not None and file is not None:
+        raise DocumentError("--token and --token-file: give one of them")
+    if file is not None:
+        try:
+            token = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DocumentError(f"--token-file: {file} cannot be read: {error}") from error
+    if not token:
+        raise DocumentError("--join: jobs that join share a secret: give --token-file FILE to both of them")
+    return token

@@ -1,0 +1,257 @@
+"""The command line's loops of a job that joins another: a source that sends its versions, a destination that takes them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from reshard_cli.errors import ReshardError, TransferError
+from reshard_cli.plan.build import Plan
+from reshard_cli.refit.documents import Described
+from reshard_cli.refit.ends import DestinationEnd
+from reshard_cli.refit.environment import describe_environment
+from reshard_cli.refit.failing import wrapped
+from reshard_cli.refit.joined import Membership
+from reshard_cli.refit.joined_destination import JoinedDestination
+from reshard_cli.refit.joined_source import JoinedSource
+from reshard_cli.refit.pair import Iteration
+from reshard_cli.refit.prepare import RefitOptions
+from reshard_cli.refit.session import RefitReport, Turn, casts_of, open_destination, open_source_end
+from reshard_cli.refit.stopping import Stop
+from reshard_cli.weights.live import LiveEndpoint
+from reshard_cli.weights.watching import Watched
+
+__all__ = ["JoinedRun", "RefitOfLoop", "run_joined"]
+
+_LOOK = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOfLoop:
+    """One refit as this job's first rank tells it: to which job, or from which, and whether it is there."""
+
+    role: str
+    job: str
+    version: int
+    committed: bool
+    torn: bool
+    seconds: float
+    measured: Iteration | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRun:
+    """How to tell what happens: each refit, the end, and on standard error who comes and goes."""
+
+    on_refit: Callable[[RefitOfLoop], None]
+    on_report: Callable[[RefitReport], None]
+    on_note: Callable[[str], None]
+    rejoin: bool = False
+
+
+def run_joined(
+    member: Membership,
+    options: RefitOptions,
+    source: Described,
+    destination: Described,
+    also: list[Described],
+    run: JoinedRun,
+    *,
+    debug: bool = False,
+) -> int:
+    """Run this rank's loop; return its exit code. The first rank of the job that fails prints the message."""
+    undo: list[Callable[[], None]] = []
+    joined: JoinedSource | JoinedDestination | None = None
+    try:
+        with Stop() as stop:
+            if member.role == "source":
+                loop = _SourceLoop(member, options, source, [destination, *also], run)
+                joined = loop.joined
+                report = loop.run(stop)
+            else:
+                taking = _DestinationLoop(member, options, source, destination, run, undo)
+                joined = taking.joined
+                report = taking.run(stop)
+            joined.close()
+        if report is not None:
+            run.on_report(report)
+        return 0
+    except KeyboardInterrupt:
+        error: Exception = TransferError(f"{member.role} rank {member.rank} was interrupted", member.rank)
+    except Exception as caught:  # noqa: BLE001 - told, and the process ended: no peer is left waiting
+        error = caught
+    told = error if isinstance(error, ReshardError) else wrapped(None, error, member.rank)
+    if joined is None or joined.first_to_tell():
+        print(f"error: {told}", file=sys.stderr, flush=True)
+        if debug:
+            import traceback
+
+            traceback.print_exception(error)
+    for one in undo:
+        one()
+    if joined is not None:
+        joined.fail(told)
+    sys.stderr.flush()
+    os._exit(told.exit_code)  # no teardown: groups may have work in flight, and would abort the process
+
+
+class _SourceLoop:
+    def __init__(
+        self, member: Membership, options: RefitOptions, own: Described, accepted: list[Described],
+        run: JoinedRun,
+    ) -> None:  # fmt: skip
+        self._options, self._run, self._own = options, run, own
+        self._turn = Turn(1)
+        self._watched = None if options.watch is None else Watched(options.watch)
+        end, self._trainer = open_source_end(options, self._origin)
+        note = run.on_note if member.rank == 0 else lambda _: None
+        self.joined = JoinedSource(member, options, own, accepted, end, ends_process=True, note=note)
+        self._first = member.rank == 0
+
+    def _origin(self, version: int) -> str:
+        return self._turn.origin or self._options.origin
+
+    def run(self, stop: Stop) -> RefitReport | None:
+        """Send version after version; return the report on rank 0."""
+        iterations: list[Iteration] = []
+        plan: Plan | None = None
+        done = 0
+        while self._next(done, stop):
+            if self._trainer is not None:
+                self.joined.job.phase("the trainer's step")
+                self._trainer.step()
+            done += 1
+            began = time.perf_counter()
+            results = self.joined.refit(self._turn.version)
+            seconds = time.perf_counter() - began
+            for one in results:
+                if self._first:
+                    told = RefitOfLoop(
+                        "source", one.job, one.version, one.committed, False, seconds, one.measured,
+                        None if one.error is None else str(one.error),
+                    )  # fmt: skip
+                    self._run.on_refit(told)
+                if one.measured is not None:
+                    iterations.append(one.measured)
+                if one.error is not None:
+                    self.joined.job.check()
+                    if not self._run.rejoin:
+                        raise one.error
+                    self._run.on_note(f"version {one.version} did not reach {one.job}: {one.error}")
+            plan = next((one.pair.plan for one in self.joined.sessions.values()), plan)
+        if self._trainer is not None:
+            self._trainer.close()
+        if not self._first or plan is None:
+            return None
+        sessions = [one.pair for one in self.joined.sessions.values()]
+        backend = sessions[0].setup["backend"] if sessions else self._options.backend
+        return _report(
+            self._options, plan, iterations, backend, max((one.peak for one in sessions), default=0)
+        )
+
+    def _next(self, done: int, stop: Stop) -> bool:
+        """Say whether there is another version, the same on all ranks of the job."""
+        job = self.joined.job
+        key = f"loop/{done + 1}"
+        if self._first:
+            turn = self._decided(done, stop)
+            job.share(key, None if turn is None else asdict(turn), "waiting for the next version")
+            job.store.delete_key(f"loop/{done - 1}")
+        else:
+            job.phase("waiting for the next version")
+            if not job.wait_while_alive(key, 0, lambda: stop.asked):
+                job.store.set("stop", "1")
+            given = job.read_shared(key, 0)
+            turn = None if given is None else Turn(**given)
+        if turn is not None:
+            self._turn = turn
+        return turn is not None
+
+    def _decided(self, done: int, stop: Stop) -> Turn | None:
+        limit, job = self._options.iterations, self.joined.job
+        if limit is not None and done >= limit:
+            return None
+        while not (stop.asked or job.store.check(["stop"])):
+            job.check()
+            if self._watched is None:
+                return Turn(done + 1)
+            found = self._watched.next()
+            if found is not None:
+                return Turn(found.version, str(found.path))
+            time.sleep(_LOOK)
+        return None
+
+
+class _DestinationLoop:
+    def __init__(
+        self, member: Membership, options: RefitOptions, source: Described, own: Described, run: JoinedRun,
+        undo: list[Callable[[], None]],
+    ) -> None:  # fmt: skip
+        self._options, self._run, self._own, self._source = options, run, own, source
+        self._engine: LiveEndpoint | None = None
+
+        def end(token: str) -> DestinationEnd:
+            made, self._engine = open_destination(options, token, undo)
+            return made
+
+        self.joined = JoinedDestination(member, options, own, source, end, ends_process=True)
+        self._first = member.rank == 0
+
+    def run(self, stop: Stop) -> RefitReport | None:
+        """Take version after version until the source ends, or as many as were asked for; return the report on rank 0."""
+        iterations: list[Iteration] = []
+        limit = self._options.iterations
+        done = 0
+        while limit is None or done < limit:
+            began = time.perf_counter()
+            version = self.joined.refit(lambda: stop.asked)
+            if version is None:
+                break
+            done += 1
+            seconds = time.perf_counter() - began
+            session = self.joined.session
+            assert session is not None
+            measured = session.pair.own
+            if self._first and measured is not None:
+                iterations.append(replace(measured))
+                self._run.on_refit(
+                    RefitOfLoop(
+                        "destination", session.name, version, True, self.joined.torn, seconds, measured
+                    )
+                )
+            if self._engine is not None:
+                session.control.phase("the engine's step")
+                self._engine.step()
+        if self._engine is not None:
+            self._engine.close()
+        session = self.joined.session
+        if session is None:
+            return None
+        pair = session.pair
+        everybody = self.joined.job.gather("totals", [pair.peak, pair.compared], "reporting")
+        if everybody is None:
+            return None
+        peak, compared = max(one[0] for one in everybody), sum(one[1] for one in everybody)
+        return _report(self._options, pair.plan, iterations, pair.setup["backend"], peak, compared)
+
+
+def _report(
+    options: RefitOptions, plan: Plan, iterations: list[Iteration], backend: str, peak: int, compared: int
+) -> RefitReport:
+    world: dict[str, Any] = {
+        "ranks": plan.topology.num_ranks,
+        "source": {"name": plan.source.name, "ranks": plan.source.num_ranks},
+        "destination": {"name": plan.destination.name, "ranks": plan.destination.num_ranks},
+        "colocated": False,
+        "joined": True,
+    }
+    return RefitReport(
+        world=world, backend=backend, mode=plan.mode, digest=plan.digest, iterations=iterations,
+        verified=True if options.verify else None, verified_elements=compared, peak_staging_bytes=peak,
+        environment=describe_environment(backend), casts=casts_of(plan), extra=plan.extra, state_dict="",
+    )  # fmt: skip
