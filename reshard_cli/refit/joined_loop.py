@@ -151,8 +151,9 @@ class _SourceLoop:
         sessions = [one.pair for one in self.joined.sessions.values()]
         backend = sessions[0].setup["backend"] if sessions else self._options.backend
         return _report(
-            self._options, plan, iterations, backend, max((one.peak for one in sessions), default=0)
-        )
+            self._options, plan, iterations, backend, max((one.peak for one in sessions), default=0),
+            sum(one.compared_by_all for one in sessions),
+        )  # fmt: skip
 
     def _next(self, done: int, stop: Stop) -> bool:
         """Say whether there is another version, the same on all ranks of the job."""
