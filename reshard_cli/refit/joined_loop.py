@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard_cli.errors import ReshardError, TransferError
@@ -20,7 +20,7 @@ from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource
 from reshard_cli.refit.pair import Iteration
 from reshard_cli.refit.prepare import RefitOptions
-from reshard_cli.refit.session import RefitReport, Turn, casts_of, open_destination, open_source_end
+from reshard_cli.refit.session import RefitReport, Turn, casts_of, keep, open_destination, open_source_end
 from reshard_cli.refit.stopping import Stop
 from reshard_cli.weights.live import LiveEndpoint
 from reshard_cli.weights.watching import Watched
@@ -137,7 +137,7 @@ class _SourceLoop:
                     )  # fmt: skip
                     self._run.on_refit(told)
                 if one.measured is not None:
-                    iterations.append(one.measured)
+                    keep(iterations, one.measured)
                 if one.error is not None:
                     self.joined.job.check()
                     if not self._run.rejoin:
@@ -219,7 +219,7 @@ class _DestinationLoop:
             assert session is not None
             measured = session.pair.own
             if self._first and measured is not None:
-                iterations.append(replace(measured))
+                keep(iterations, measured)
                 self._run.on_refit(
                     RefitOfLoop(
                         "destination", session.name, version, True, self.joined.torn, seconds, measured

@@ -38,11 +38,13 @@ __all__ = [
     "RefitReport",
     "Turn",
     "casts_of",
+    "keep",
     "open_destination",
     "open_source_end",
     "run_rank",
 ]
 
+_KEPT = 10_000  # refits in a report
 _LOOK = 0.25  # seconds from one look for new checkpoints to the next
 
 
@@ -184,7 +186,7 @@ class _Loop:
                 done += 1
                 one = self.pair.refit(self._turn.version, progress)
                 if one is not None:
-                    iterations.append(one)
+                    keep(iterations, one)
                     on_refit(one)
                 if self._engine is not None:
                     self.control.phase("the engine's step")
@@ -254,6 +256,13 @@ class _Loop:
             extra=sorted({name for one in everybody for name in one[2]}),
             state_dict=pair.state_dict,
         )
+
+
+def keep(iterations: list[Iteration], one: Iteration) -> None:
+    """Add a refit to those that are reported: of a loop without an end, the last ones."""
+    iterations.append(one)
+    if len(iterations) > _KEPT:
+        del iterations[0]
 
 
 def casts_of(plan: Plan) -> list[str]:

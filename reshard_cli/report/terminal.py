@@ -187,6 +187,9 @@ def _side(side: dict[str, Any]) -> str:
     return f"{side['name']}, {side['ranks']} ranks in {side['domains']} domain(s)"
 
 
+_SHOWN_REFITS = 12  # of a longer loop, the first and the last ones
+
+
 def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a refit's report."""
     console = console or _console()
@@ -194,7 +197,13 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("version", "seconds", "network", "domain", "phases (slowest rank)"):
         table.add_column(name, justify="left" if name.startswith("phases") else "right")
-    for one in report["iterations"]:
+    rounds = report["iterations"]
+    left_out = len(rounds) - _SHOWN_REFITS
+    for number, one in enumerate(rounds):
+        if left_out > 0 and 3 <= number < 3 + left_out:
+            if number == 3:
+                table.add_row("...", "", "", "", f"{left_out} more")
+            continue
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in one["phases"].items())
         table.add_row(
             str(one["version"]), f"{one['seconds']:.3f}", bytes_text(one["network_bytes"]),
