@@ -5,13 +5,31 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from reshard_cli import __version__
+from reshard_cli.cli.flags import (
+    BackendFlag,
+    BackendName,
+    ColocatedFlag,
+    DebugFlag,
+    Destination,
+    DocumentKind,
+    DomainFlag,
+    ExtraFlag,
+    JsonFlag,
+    ModeFlag,
+    ModelFlag,
+    ModeName,
+    RoleName,
+    Source,
+    StagingFlag,
+    TimeoutFlag,
+    TrustFlag,
+)
 from reshard_cli.errors import ReshardError
 
 __all__ = ["app", "main"]
@@ -23,87 +41,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Give inference jobs their new weights: exact, close to the network's limit, never hanging.",
 )
-
-
-class ModeName(StrEnum):
-    """The modes of the command line."""
-
-    broadcast = "broadcast"
-    hybrid_ffn = "hybrid-ffn"
-    reshard = "reshard"
-    hybrid = "hybrid"
-
-
-class BackendName(StrEnum):
-    """The transports of the command line."""
-
-    auto = "auto"
-    nccl = "nccl"
-    gloo = "gloo"
-
-
-class RoleName(StrEnum):
-    """The jobs that may join each other."""
-
-    source = "source"
-    destination = "destination"
-
-
-class DocumentKind(StrEnum):
-    """The kinds of documents that have a schema."""
-
-    layout = "layout"
-    model = "model"
-    hardware = "hardware"
-
-
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="layout document of the source job")]
-Destination = Annotated[
-    Path, typer.Argument(metavar="DESTINATION", help="layout document of the destination job")
-]
-ModelFlag = Annotated[
-    Path | None,
-    typer.Option("--model", help="model document or checkpoint folder, over what the documents say"),
-]
-ModeFlag = Annotated[
-    ModeName,
-    typer.Option(
-        "--mode",
-        help="broadcast: every tensor whole. hybrid-ffn: FFN projections as fragments, the rest whole. "
-        "reshard: every tensor as fragments. hybrid: each by its rule's route, else whichever is cheaper",
-    ),
-]
-StagingFlag = Annotated[
-    float, typer.Option("--staging", metavar="MIB", help="extra memory per rank, at most")
-]
-
-
-def _positive(seconds: float) -> float:
-    if seconds <= 0:
-        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
-    return seconds
-
-
-TimeoutFlag = Annotated[
-    float, typer.Option("--timeout", metavar="S", help="longest wait for a peer", callback=_positive)
-]
-BackendFlag = Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")]
-DomainFlag = Annotated[
-    str | None,
-    typer.Option("--domain", metavar="N/auto", help="ranks per NVLink domain; auto: what the machine says"),
-]
-ColocatedFlag = Annotated[bool, typer.Option("--colocated", help="both jobs start at rank 0 and share GPUs")]
-ExtraFlag = Annotated[bool, typer.Option("--allow-extra", help="leave out tensors that only the source has")]
-TrustFlag = Annotated[
-    bool,
-    typer.Option(
-        "--trust-checkpoint", help="read a DCP checkpoint's metadata (a pickle; read as data, never run)"
-    ),
-]
-JsonFlag = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="write the report; - for standard output, alone")
-]
-DebugFlag = Annotated[bool, typer.Option("--debug", help="show the traceback of a failure")]
 
 
 @app.command()
