@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "AlsoFlag",
     "BackendFlag",
     "BackendName",
     "ColocatedFlag",
@@ -16,16 +17,29 @@ __all__ = [
     "Destination",
     "DocumentKind",
     "DomainFlag",
+    "DoubleBufferFlag",
     "ExtraFlag",
+    "IterationsFlag",
+    "JoinFlag",
     "JsonFlag",
+    "LinesFlag",
+    "MetricsFlag",
     "ModeFlag",
     "ModeName",
     "ModelFlag",
+    "OriginFlag",
+    "RejoinFlag",
+    "RoleFlag",
     "RoleName",
     "Source",
     "StagingFlag",
+    "TargetFlag",
     "TimeoutFlag",
+    "TokenFileFlag",
+    "TokenFlag",
     "TrustFlag",
+    "VerifyFlag",
+    "WatchFlag",
 ]
 
 
@@ -108,3 +122,70 @@ JsonFlag = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="write the report; - for standard output, alone")
 ]
 DebugFlag = Annotated[bool, typer.Option("--debug", help="show the traceback of a failure")]
+OriginFlag = Annotated[
+    str,
+    typer.Option(
+        "--from", metavar="WHERE", help="a safetensors or DCP folder, live:module:function, or synthetic"
+    ),
+]
+TargetFlag = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="WHERE",
+        help="a folder (one file per destination rank), live:module:function, or memory",
+    ),
+]
+IterationsFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--iterations",
+        min=1,
+        help="refits in a row; default: 1, with --watch or as a joined destination no end",
+    ),
+]
+WatchFlag = Annotated[
+    Path | None,
+    typer.Option("--watch", metavar="DIR", help="refit from each new complete checkpoint under DIR"),
+]
+DoubleBufferFlag = Annotated[
+    bool,
+    typer.Option("--double-buffer", help="keep the old version whole until the new one is, for its memory"),
+]
+JoinFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        metavar="HOST:PORT",
+        help="join a job that is started by itself; the source's rank 0 listens there",
+    ),
+]
+RoleFlag = Annotated[
+    RoleName | None, typer.Option("--role", help="with --join: which of the two jobs this one is")
+]
+TokenFileFlag = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="with --join: the secret of both jobs")
+]
+TokenFlag = Annotated[
+    str | None,
+    typer.Option("--token", metavar="TEXT", help="the same as text, which other users of this host may see"),
+]
+AlsoFlag = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--also", metavar="DOCUMENT", help="with --role source: another destination layout to let in"
+    ),
+]
+RejoinFlag = Annotated[
+    bool,
+    typer.Option("--rejoin", help="with --role source: go on without a job that fails; it may join again"),
+]
+LinesFlag = Annotated[
+    str | None,
+    typer.Option("--lines", metavar="FILE", help="one JSON line per refit; - for standard output"),
+]
+MetricsFlag = Annotated[
+    Path | None,
+    typer.Option("--metrics", metavar="FILE", help="keep figures there as Prometheus reads them"),
+]
+VerifyFlag = Annotated[bool, typer.Option("--verify", help="compare every destination element")]

@@ -12,6 +12,7 @@ import typer
 
 from reshard_cli import __version__
 from reshard_cli.cli.flags import (
+    AlsoFlag,
     BackendFlag,
     BackendName,
     ColocatedFlag,
@@ -19,16 +20,29 @@ from reshard_cli.cli.flags import (
     Destination,
     DocumentKind,
     DomainFlag,
+    DoubleBufferFlag,
     ExtraFlag,
+    IterationsFlag,
+    JoinFlag,
     JsonFlag,
+    LinesFlag,
+    MetricsFlag,
     ModeFlag,
     ModelFlag,
     ModeName,
+    OriginFlag,
+    RejoinFlag,
+    RoleFlag,
     RoleName,
     Source,
     StagingFlag,
+    TargetFlag,
     TimeoutFlag,
+    TokenFileFlag,
+    TokenFlag,
     TrustFlag,
+    VerifyFlag,
+    WatchFlag,
 )
 from reshard_cli.errors import ReshardError
 
@@ -89,35 +103,13 @@ def plan(
 def refit(
     source: Source,
     destination: Destination,
-    origin: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="WHERE", help="a safetensors or DCP folder, live:module:function, or synthetic"
-        ),
-    ] = "synthetic",
-    target: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="WHERE",
-            help="a folder (one file per destination rank), live:module:function, or memory",
-        ),
-    ] = "memory",
+    origin: OriginFlag = "synthetic",
+    target: TargetFlag = "memory",
     model: ModelFlag = None,
     mode: ModeFlag = ModeName.hybrid,
-    iterations: Annotated[
-        int | None,
-        typer.Option(
-            "--iterations",
-            min=1,
-            help="refits in a row; default: 1, with --watch or as a joined destination no end",
-        ),
-    ] = None,
-    watch: Annotated[
-        Path | None,
-        typer.Option("--watch", metavar="DIR", help="refit from each new complete checkpoint under DIR"),
-    ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="compare every destination element")] = False,
+    iterations: IterationsFlag = None,
+    watch: WatchFlag = None,
+    verify: VerifyFlag = False,
     staging: StagingFlag = 512,
     timeout: TimeoutFlag = 120,
     backend: BackendFlag = BackendName.auto,
@@ -125,52 +117,15 @@ def refit(
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
     trust_checkpoint: TrustFlag = False,
-    double_buffer: Annotated[
-        bool,
-        typer.Option(
-            "--double-buffer", help="keep the old version whole until the new one is, for its memory"
-        ),
-    ] = False,
-    join: Annotated[
-        str | None,
-        typer.Option(
-            "--join",
-            metavar="HOST:PORT",
-            help="join a job that is started by itself; the source's rank 0 listens there",
-        ),
-    ] = None,
-    role: Annotated[
-        RoleName | None, typer.Option("--role", help="with --join: which of the two jobs this one is")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", metavar="FILE", help="with --join: the secret of both jobs")
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            "--token", metavar="TEXT", help="the same as text, which other users of this host may see"
-        ),
-    ] = None,
-    also: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--also", metavar="DOCUMENT", help="with --role source: another destination layout to let in"
-        ),
-    ] = None,
-    rejoin: Annotated[
-        bool,
-        typer.Option(
-            "--rejoin", help="with --role source: go on without a job that fails; it may join again"
-        ),
-    ] = False,
-    lines: Annotated[
-        str | None,
-        typer.Option("--lines", metavar="FILE", help="one JSON line per refit; - for standard output"),
-    ] = None,
-    metrics: Annotated[
-        Path | None,
-        typer.Option("--metrics", metavar="FILE", help="keep figures there as Prometheus reads them"),
-    ] = None,
+    double_buffer: DoubleBufferFlag = False,
+    join: JoinFlag = None,
+    role: RoleFlag = None,
+    token_file: TokenFileFlag = None,
+    token: TokenFlag = None,
+    also: AlsoFlag = None,
+    rejoin: RejoinFlag = False,
+    lines: LinesFlag = None,
+    metrics: MetricsFlag = None,
     json: JsonFlag = None,
     debug: DebugFlag = False,
 ) -> None:
