@@ -74,9 +74,8 @@ def run_joined_refit(
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    run = JoinedRun(telling.refit, show, note, rejoin)
-
-    def rank_of(rank: int, size: int, local_rank: int, identity: str) -> int:
+    def rank_of(rank: int, size: int, local_rank: int, identity: str, claim: Callable[[], bool]) -> int:
+        run = JoinedRun(telling.refit, show, note, claim, rejoin)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)))
         member = Membership(role, identity, rank, size, local_rank, where, secret)
         return run_joined(member, options, layouts[0], layouts[1], layouts[2:], run, debug=debug)
@@ -86,10 +85,9 @@ def run_joined_refit(
         rank, size, local_rank = place_in_job(None, None)
         if size != needed:
             raise DocumentError(f"layout {own.layout.name!r} has {needed} ranks, torchrun started {size}")
-        sys.exit(rank_of(rank, size, local_rank, identity_of_job()))
+        sys.exit(rank_of(rank, size, local_rank, identity_of_job(), lambda: local_rank == 0))
     identity = secrets.token_hex(8)
-    start: Callable[[int], int] = lambda rank: rank_of(rank, needed, rank, identity)  # noqa: E731
-    sys.exit(launch_job(needed, start))
+    sys.exit(launch_job(needed, lambda rank, claim: rank_of(rank, needed, rank, identity, claim)))
 
 
 def _secret(token: str | None, file: Path | None) -> str:

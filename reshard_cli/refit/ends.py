@@ -14,12 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reshard_cli.layout.storage import rank_storages
+from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.refit.endpoints import Destination, open_source
 from reshard_cli.weights.live import Hooks, LiveTensors, place_of, snapshot
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder
+from reshard_cli.weights.tensors import torch_dtype
 from reshard_cli.weights.windows import Source, StorageWindows
 
 __all__ = [
@@ -224,7 +225,11 @@ class FolderEnd:
 
 
 class LiveEnd:
-    """The tensors of a running engine: filled in place, or copied from a second set when all of it is there."""
+    """The tensors of a running engine: filled in place, or copied from a second set when all of it is there.
+
+    Storages of tensors with `route: broadcast` that the engine does not have by that name are made here, and handed to
+    its own loader when every rank has them.
+    """
 
     def __init__(
         self, live: LiveTensors, *, allow_extra: bool, double_buffer: bool = False, hooks: Hooks | None = None
@@ -237,15 +242,35 @@ class LiveEnd:
         self._tensors: dict[str, Tensor] = {}
         self._shadow: Destination | None = None
         self._filled: Destination | None = None
+        self._handed: dict[str, Tensor] = {}  # what the engine's own loader takes
 
     def check(self, plan: Plan, rank: int) -> None:
-        who = f"{plan.destination.name} {rank}"
-        self._live.held(who, rank_storages(plan.destination, rank), allow_extra=self._allow_extra)
+        self._bound(plan, rank, torch.device("meta"))
+        self._handed.clear()
+
+    def _bound(self, plan: Plan, rank: int, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors to be filled: the engine's, and those that are made here for its loader."""
+        storages = rank_storages(plan.destination, rank)
+        handed: list[RankStorage] = []
+        if self._hooks.load_weights is not None:
+            whole = {pair.name for pair in plan.pairs if pair.asked_route == "broadcast"}
+            have = self._live.now()
+            handed = [
+                one
+                for one in storages
+                if one.name not in have and all(window.tensor in whole for window in one.windows)
+            ]
+        for one in handed:
+            if one.name not in self._handed:
+                dtype = torch_dtype(one.dtype)
+                self._handed[one.name] = torch.zeros(one.shape, dtype=dtype, device=device)
+        own = [one for one in storages if one.name not in self._handed]
+        held = self._live.held(f"{plan.destination.name} {rank}", own, allow_extra=self._allow_extra)
+        return held | self._handed
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         storages = rank_storages(plan.destination, rank)
-        who = f"{plan.destination.name} {rank}"
-        self._tensors = self._live.held(who, storages, allow_extra=self._allow_extra)
+        self._tensors = self._bound(plan, rank, device)
         if self._double:
             if self._shadow is None:
                 self._shadow = Destination.create(plan, rank, None, version, device)
@@ -265,6 +290,8 @@ class LiveEnd:
             self._call(self._hooks.before, version)
             self.torn = True
             self._shadow.copy_into(self._tensors)
+        if self._hooks.load_weights is not None and self._handed:
+            self._hooks.load_weights(iter(self._handed.items()))
         self.version, self.torn = version, False
         self._call(self._hooks.after, version)
 

@@ -173,12 +173,12 @@ class Joined:
                     raise Failure(**json.loads(self.gate.get(one))).error()
         return bool(lacking)
 
-    def first_to_tell(self) -> bool:
-        """Say whether this rank is the one of its job to tell people of a failure."""
+    def first_to_tell(self) -> bool | None:
+        """Say whether this rank is the one of its job to tell people of a failure; None: nobody can say any more."""
         try:
             told: bytes = self.job.store.compare_set("told", "", str(self.member.rank))
         except (TransferError, AttributeError):
-            return self.member.rank == 0  # the gate is gone, or this job never was in
+            return None  # the gate is gone
         return told.decode() == str(self.member.rank)
 
     def fail(self, error: ReshardError) -> None:

@@ -46,11 +46,15 @@ class RefitOfLoop:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRun:
-    """How to tell what happens: each refit, the end, and on standard error who comes and goes."""
+    """How to tell what happens: each refit, the end, and on standard error who comes and goes.
+
+    `claim` says once, on one of the ranks that share a terminal, that this one is to tell of a failure.
+    """
 
     on_refit: Callable[[RefitOfLoop], None]
     on_report: Callable[[RefitReport], None]
     on_note: Callable[[str], None]
+    claim: Callable[[], bool]
     rejoin: bool = False
 
 
@@ -86,7 +90,8 @@ def run_joined(
     except Exception as caught:  # noqa: BLE001 - told, and the process ended: no peer is left waiting
         error = caught
     told = error if isinstance(error, ReshardError) else wrapped(None, error, member.rank)
-    if joined is None or joined.first_to_tell():
+    first = None if joined is None else joined.first_to_tell()
+    if run.claim() if first is None else first:
         print(f"error: {told}", file=sys.stderr, flush=True)
         if debug:
             import traceback

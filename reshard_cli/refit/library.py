@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -220,14 +220,17 @@ class Session:
         *,
         before: Callable[[int], object] | None = None,
         after: Callable[[int], object] | None = None,
+        load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None,
     ) -> None:
         """Name this rank's tensors: a module, a mapping by storage name, or a function that returns one.
 
         They are looked up again at every refit; of a DTensor its local part counts. On a destination, `before` is
         called with the version just before the tensors are written, `after` when all of it is there on all ranks.
+        `load_weights`, the engine's own loader, gets (name, tensor) of what the documents give `route: broadcast`
+        and the engine does not have by that name: values that it has to change.
         """
         self._live.bind(tensors)
-        self._hooks.before, self._hooks.after = before, after
+        self._hooks.before, self._hooks.after, self._hooks.load_weights = before, after, load_weights
 
     @property
     def version(self) -> int | None:

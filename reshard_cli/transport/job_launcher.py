@@ -17,14 +17,25 @@ __all__ = ["launch_job"]
 _END_GRACE = 20.0  # seconds between the first rank that failed and the end of the last one
 
 
-def launch_job(num_ranks: int, run: Callable[[int], int]) -> int:
+def launch_job(num_ranks: int, run: Callable[[int, Callable[[], bool]], int]) -> int:
     """Fork the ranks, each of which runs `run` with its number; return the first failure's exit code, or 0.
 
-    Signals are passed on. The ranks tell each other of failures by the gate; those that are left are ended.
+    The other argument of `run` says True to the first rank that asks, of all of them. Signals are passed on. The
+    ranks tell each other of failures by the gate; those that are left are ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
+    claims, one_claim = os.pipe()
+    os.write(one_claim, b"1")
+    os.set_blocking(claims, False)
+
+    def claim() -> bool:
+        try:
+            return bool(os.read(claims, 1))
+        except BlockingIOError:
+            return False
+
     children: dict[int, int] = {}
     for rank in range(num_ranks):
         pid = os.fork()
@@ -32,7 +43,7 @@ def launch_job(num_ranks: int, run: Callable[[int], int]) -> int:
             code = 1
             try:
                 _end_with(parent)
-                code = run(rank)
+                code = run(rank, claim)
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -51,6 +62,8 @@ def launch_job(num_ranks: int, run: Callable[[int], int]) -> int:
     try:
         return _supervise(children)
     finally:
+        os.close(claims)
+        os.close(one_claim)
         for number, handler in previous.items():
             signal.signal(number, handler)
         for pid in children:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +121,14 @@ def snapshot(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = 
 
 @dataclass(slots=True)
 class Hooks:
-    """What an engine does just before its tensors are written, and when all is there; both get the version."""
+    """What an engine does just before its tensors are written, and when all is there; both get the version.
+
+    `load_weights` is the engine's own loader, for values that it has to change: it gets (name, tensor) pairs.
+    """
 
     before: Callable[[int], object] | None = None
     after: Callable[[int], object] | None = None
+    load_weights: Callable[[Iterator[tuple[str, Tensor]]], object] | None = None
 
 
 @dataclass(slots=True)
@@ -132,7 +136,7 @@ class LiveEndpoint:
     """What `live:package.module:function` names: a model, a mapping, or an object of the user's.
 
     The object has `state_dict()` (or is a mapping, or has `tensors`), and may have `step()`, which a loop calls
-    between refits, `before(version)` and `after(version)`, which a destination calls around each, and `close()`.
+    between refits, the hooks (`before`, `after`, `load_weights`) that a destination calls, and `close()`.
     """
 
     given: Any
@@ -153,7 +157,7 @@ class LiveEndpoint:
             raise DocumentError(
                 f"{flag}: {text} returned {type(given).__name__}: it has neither `state_dict()` nor `tensors`"
             )
-        return cls(given, tensors, Hooks(getattr(given, "before", None), getattr(given, "after", None)))
+        return cls(given, tensors, _hooks_of(given))
 
     def step(self) -> None:
         """Let it do what it does between refits: train, or generate."""
@@ -167,6 +171,12 @@ class LiveEndpoint:
         method = None if isinstance(self.given, Mapping) else getattr(self.given, name, None)
         if callable(method):
             method()
+
+
+def _hooks_of(given: Any) -> Hooks:
+    if isinstance(given, (torch.nn.Module, Mapping)):
+        return Hooks()  # a model's own methods of these names are something else
+    return Hooks(*(getattr(given, name, None) for name in ("before", "after", "load_weights")))
 
 
 def _called(text: str, flag: str) -> Any:

@@ -1,0 +1,170 @@
+"""`refit --join`: two jobs that were started each by itself, on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import end_group, model_document, start_cli, write_yaml
+
+TENSORS = {"a.weight": ((64, 48), "float32"), "b.weight": ((7, 5), "bfloat16"), "scalar": ((), "float32")}
+
+
+@pytest.fixture(name="jobs")
+def two_jobs(tmp_path):
+    write_yaml(tmp_path / "model.yaml", model_document(TENSORS))
+    job = {"model": "model.yaml", "ranks": 2, "domain": 2, "meshes": {"m": {"tp": 2}}}
+    for name, dim in (("train", 0), ("infer", 1), ("other", 0)):
+        rules = [{"match": "*.weight", "place": {"tp": f"shard({dim})"}}, {"match": "*", "place": {}}]
+        write_yaml(tmp_path / f"{name}.yaml", {"name": name, **job, "tensors": rules})
+    (tmp_path / "token").write_text("a shared secret\n")
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(jobs: Path, port: int, role: str, *flags: object, infer: str = "infer") -> subprocess.Popen[str]:
+    documents = (jobs / "train.yaml", jobs / f"{infer}.yaml")
+    common = ("--join", f"127.0.0.1:{port}", "--role", role, "--timeout", "20")
+    token = () if "--token" in flags else ("--token-file", jobs / "token")
+    return start_cli("refit", *documents, *common, *token, *flags)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        end_group(process)
+    assert "Traceback" not in err, err
+    return process.returncode, out, err
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("first", ["source", "destination"])
+def test_two_jobs_meet_in_any_order_and_every_element_is_verified(jobs, first):
+    port = free_port()
+    flags = {
+        "source": ("--iterations", 3, "--verify", "--json", jobs / "source.json", "--metrics", jobs / "prom"),
+        "destination": ("--verify", "--lines", "-"),
+    }
+    second = "destination" if first == "source" else "source"
+    processes = {first: start(jobs, port, first, *flags[first])}
+    time.sleep(1)
+    processes[second] = start(jobs, port, second, *flags[second])
+    results = {role: ended(process) for role, process in processes.items()}
+    assert [results[role][0] for role in ("source", "destination")] == [0, 0], results
+    lines = [json.loads(line) for line in results["destination"][1].splitlines()]
+    assert [one["version"] for one in lines] == [1, 2, 3]
+    assert all(one["committed"] and not one["torn"] for one in lines)
+    report = json.loads((jobs / "source.json").read_text())
+    assert report["schema"] == "reshard-cli/refit/1"
+    # both destination ranks hold a half of what is cut, and the scalar
+    assert report["verified_elements"] == 3 * (64 * 48 + 7 * 5 + 2)
+    assert re.search(r'^reshard_version\{role="source",job="infer"\} 3$', (jobs / "prom").read_text(), re.M)
+    assert not listening(port)
+
+
+def test_another_token_is_not_let_in_and_the_loop_goes_on(jobs):
+    port = free_port()
+    source = start(jobs, port, "source", "--iterations", 2)
+    stranger = start(jobs, port, "destination", "--token", "another secret")
+    code, _, err = ended(stranger)
+    assert code == 4
+    assert "the token is not this gate's" in err
+    assert len(re.findall("^error: ", err, re.M)) == 1
+    assert ended(start(jobs, port, "destination"))[0] == 0
+    assert ended(source)[0] == 0
+
+
+def test_a_job_with_something_else_is_told_every_difference_at_once(jobs):
+    port = free_port()
+    source = start(jobs, port, "source", "--iterations", 1)
+    other = start(jobs, port, "destination", "--mode", "reshard", "--staging", 7, infer="other")
+    code, _, err = ended(other)
+    assert code == 4
+    assert len(re.findall("^error: ", err, re.M)) == 1
+    for what in ("mode: reshard here, hybrid there", "staging bytes", "layout of the destination"):
+        assert what in err
+    assert ended(start(jobs, port, "destination"))[0] == 0
+    assert ended(source)[0] == 0
+
+
+def test_a_source_lets_in_several_layouts_and_one_that_comes_later(jobs):
+    port = free_port()
+    out = jobs / "lines"
+    source = start(jobs, port, "source", "--also", jobs / "other.yaml", "--iterations", 400, "--lines", out)
+    one = start(jobs, port, "destination")
+    deadline = time.monotonic() + 40
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    other = start(jobs, port, "destination", "--iterations", 3, infer="other")
+    assert ended(other)[0] == 0
+    os.killpg(source.pid, signal.SIGTERM)
+    code, _, err = ended(source)
+    assert code == 0, err
+    assert ended(one)[0] == 0
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["version"] for line in told if line["job"] == "other"][1:] != []
+    assert {line["job"] for line in told} == {"infer", "other"}
+    assert all(line["committed"] for line in told)
+
+
+def test_a_watched_folder_is_refitted_checkpoint_by_checkpoint(jobs):
+    port = free_port()
+    folder, target = jobs / "checkpoints", jobs / "served"
+    folder.mkdir()
+
+    def write(step: int) -> None:
+        values = {
+            name: torch.full(shape, float(step), dtype=getattr(torch, dtype))
+            for name, (shape, dtype) in TENSORS.items()
+        }
+        hidden = folder / f".step-{step}"
+        hidden.mkdir()
+        save_file(values, hidden / "model.safetensors")
+        hidden.rename(folder / f"step-{step}")
+
+    source = start(jobs, port, "source", "--watch", folder, "--iterations", 2, "--verify")
+    destination = start(jobs, port, "destination", "--to", target, "--verify")
+    write(5)
+    deadline = time.monotonic() + 40
+    while not target.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {float(one.max()) for one in load_file(target / "rank-00000.safetensors").values()} == {5.0}
+    write(12)
+    code, _, err = ended(source)
+    assert code == 0, err
+    assert ended(destination)[0] == 0
+    assert {float(one.max()) for one in load_file(target / "rank-00001.safetensors").values()} == {12.0}
+    assert [path.name for path in target.parent.iterdir() if path.name.startswith(".served")] == []
+
+
+def test_flags_of_joining_alone_are_refused(jobs):
+    process = start_cli("refit", jobs / "train.yaml", jobs / "infer.yaml", "--role", "source")
+    code, _, err = ended(process)
+    assert code == 2
+    assert "--join" in err
+    process = start_cli(
+        "refit", jobs / "train.yaml", jobs / "infer.yaml", "--join", "127.0.0.1:1", "--role", "source"
+    )
+    code, _, err = ended(process)
+    assert code == 2
+    assert "--token-file" in err
