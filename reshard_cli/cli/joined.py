@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
 from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import RefitOptions, parse_domain
@@ -51,7 +51,6 @@ def run_joined_refit(
     from reshard_cli.refit.library import identity_of_job, place_in_job
     from reshard_cli.refit.session import RefitReport
     from reshard_cli.report.refit_report import refit_report
-    from reshard_cli.report.terminal import print_refit
     from reshard_cli.transport.gate_client import parse_address
     from reshard_cli.transport.job_launcher import launch_job
 
@@ -65,11 +64,7 @@ def run_joined_refit(
     own = layouts[0] if role == "source" else layouts[1]
 
     def show(report: RefitReport) -> None:
-        values = refit_report(report)
-        if json_file is not None:
-            write_json(values, json_file)
-        if json_file != "-" and not telling.on_standard_output:
-            print_refit(values)
+        telling.report(refit_report(report), json_file)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

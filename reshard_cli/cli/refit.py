@@ -7,11 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
 from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
-from reshard_cli.report.terminal import print_refit
 from reshard_cli.spec.headers import is_rank_folder
 
 __all__ = ["run_refit"]
@@ -49,11 +48,7 @@ def run_refit(options: RefitOptions, *, json_file: str | None, telling: Telling,
     from reshard_cli.transport.launcher import World, launch, world_of_environment
 
     def show(report: RefitReport) -> None:
-        values = refit_report(report)
-        if json_file is not None:
-            write_json(values, json_file)
-        if json_file != "-" and not telling.on_standard_output:
-            print_refit(values)
+        telling.report(refit_report(report), json_file)
 
     def tell(one: Iteration) -> None:
         telling.refit(RefitOfLoop("both", "", one.version, True, False, one.seconds, one))

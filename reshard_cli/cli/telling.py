@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard_cli.cli.output import check_file
+from reshard_cli.cli.output import check_file, write_json
 from reshard_cli.errors import DocumentError
+from reshard_cli.report.terminal import print_refit
 
 __all__ = ["LINE_SCHEMA", "Telling"]
 
@@ -35,11 +36,6 @@ class Telling:
     metrics: Path | None = None
     _totals: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
-    @property
-    def on_standard_output(self) -> bool:
-        """Whether the lines have standard output for themselves."""
-        return self.lines == "-"
-
     def check(self) -> None:
         """Refuse files that cannot be written. Raises DocumentError."""
         check_file(self.lines, "--lines")
@@ -55,6 +51,13 @@ class Telling:
         if self.metrics is not None:
             self._count(one.role, one.job, line)
             self._write()
+
+    def report(self, values: dict[str, Any], json_file: str | None) -> None:
+        """Write the report of the end, and print it where standard output is not for something else."""
+        if json_file is not None:
+            write_json(values, json_file)
+        if "-" not in (json_file, self.lines):
+            print_refit(values)
 
     def _line(self, text: str) -> None:
         if self.lines is None:

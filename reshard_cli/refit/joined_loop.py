@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from reshard_cli.errors import ReshardError, TransferError
@@ -20,14 +20,13 @@ from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource
 from reshard_cli.refit.pair import Iteration
 from reshard_cli.refit.prepare import RefitOptions
-from reshard_cli.refit.session import RefitReport, Turn, casts_of, keep, open_destination, open_source_end
+from reshard_cli.refit.session import RefitReport, casts_of, keep, open_destination, open_source_end
 from reshard_cli.refit.stopping import Stop
+from reshard_cli.refit.turns import Turn, next_turn
 from reshard_cli.weights.live import LiveEndpoint
 from reshard_cli.weights.watching import Watched
 
 __all__ = ["JoinedRun", "RefitOfLoop", "run_joined"]
-
-_LOOK = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,35 +161,10 @@ class _SourceLoop:
 
     def _next(self, done: int, stop: Stop) -> bool:
         """Say whether there is another version, the same on all ranks of the job."""
-        job = self.joined.job
-        key = f"loop/{done + 1}"
-        if self._first:
-            turn = self._decided(done, stop)
-            job.share(key, None if turn is None else asdict(turn), "waiting for the next version")
-            job.store.delete_key(f"loop/{done - 1}")
-        else:
-            job.phase("waiting for the next version")
-            if not job.wait_while_alive(key, 0, lambda: stop.asked):
-                job.store.set("stop", "1")
-            given = job.read_shared(key, 0)
-            turn = None if given is None else Turn(**given)
+        turn = next_turn(self.joined.job, self._options, self._watched, done, stop)
         if turn is not None:
             self._turn = turn
         return turn is not None
-
-    def _decided(self, done: int, stop: Stop) -> Turn | None:
-        limit, job = self._options.iterations, self.joined.job
-        if limit is not None and done >= limit:
-            return None
-        while not (stop.asked or job.store.check(["stop"])):
-            job.check()
-            if self._watched is None:
-                return Turn(done + 1)
-            found = self._watched.next()
-            if found is not None:
-                return Turn(found.version, str(found.path))
-            time.sleep(_LOOK)
-        return None
 
 
 class _DestinationLoop:

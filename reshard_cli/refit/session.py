@@ -5,9 +5,8 @@ Both jobs were started together; `refit/joined.py` is for jobs that were started
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from reshard_cli.plan.build import Plan, build_plan
@@ -28,6 +27,7 @@ from reshard_cli.refit.pair import Iteration, Pair, Progress
 from reshard_cli.refit.prepare import Jobs, RefitOptions
 from reshard_cli.refit.ranked import run_ranked
 from reshard_cli.refit.stopping import Stop
+from reshard_cli.refit.turns import Turn, next_turn
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 from reshard_cli.weights.live import LiveEndpoint
@@ -36,7 +36,6 @@ from reshard_cli.weights.watching import Watched
 __all__ = [
     "Iteration",
     "RefitReport",
-    "Turn",
     "casts_of",
     "keep",
     "open_destination",
@@ -45,7 +44,6 @@ __all__ = [
 ]
 
 _KEPT = 10_000  # refits in a report
-_LOOK = 0.25  # seconds from one look for new checkpoints to the next
 
 
 @dataclass(slots=True)
@@ -64,14 +62,6 @@ class RefitReport:
     casts: list[str]
     extra: list[str]
     state_dict: str
-
-
-@dataclass(slots=True)
-class Turn:
-    """What rank 0 decides for all before a refit: its version, and the folder it comes from where one is watched."""
-
-    version: int
-    origin: str | None = None
 
 
 def run_rank(
@@ -200,36 +190,10 @@ class _Loop:
         """Say whether there is another refit, the same on all ranks; `self._turn` is what it is of."""
         if self.options.iterations == 1 and self._watched is None:
             return done == 0
-        key = f"turn/{done + 1}"
-        if stop.asked:
-            self.control.store.set("stop", "1")
-        if self.control.rank == 0:
-            turn = self._decided_turn(done, stop)
-            self.control.share(key, None if turn is None else asdict(turn), "waiting for the next refit")
-        else:
-            self.control.phase("waiting for the next refit")
-            if not self.control.wait_while_alive(key, 0, lambda: stop.asked):
-                self.control.store.set("stop", "1")
-            given = self.control.read_shared(key, 0)
-            turn = None if given is None else Turn(**given)
+        turn = next_turn(self.control, self.options, self._watched, done, stop)
         if turn is not None:
             self._turn = turn
         return turn is not None
-
-    def _decided_turn(self, done: int, stop: Stop) -> Turn | None:
-        limit = self.options.iterations
-        if limit is not None and done >= limit:
-            return None
-        self.control.phase("waiting for the next refit")
-        while not (stop.asked or self.control.store.check(["stop"])):
-            self.control.check()
-            if self._watched is None:
-                return Turn(done + 1)
-            found = self._watched.next()
-            if found is not None:
-                return Turn(found.version, str(found.path))
-            time.sleep(_LOOK)
-        return None
 
     def _report(self, iterations: list[Iteration]) -> RefitReport | None:
         pair, plan = self.pair, self.plan
