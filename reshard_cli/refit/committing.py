@@ -22,7 +22,6 @@ __all__ = ["commit"]
 
 _COMMITTED, _UNKNOWN = 1, 2
 _REASON = 8.0  # seconds for another rank to say why it gave a version up
-_REASON = 8.0  # seconds for another rank to say why it gave a version up
 
 
 def commit(
