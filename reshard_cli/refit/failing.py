@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 import traceback
 
 from reshard_cli.errors import PeerLostError, ReshardError, TransferError
@@ -14,7 +13,6 @@ from reshard_cli.transport.launcher import World
 
 __all__ = ["report_failure", "settled", "wrapped"]
 
-_ECHO = 1.0  # seconds that the guilty rank's own account may come after its connections closed
 _OUTLAST = 6.0  # seconds that the store's server waits for the others to read the failure
 
 
@@ -69,13 +67,11 @@ def settled(control: Control, error: ReshardError) -> ReshardError:
     """Return the error to report: another rank's where this one is its echo, with the guilty rank's phase."""
     if not isinstance(error, PeerLostError):
         return error
-    deadline = time.monotonic() + _ECHO
-    while time.monotonic() < deadline:
-        failure = control.failure()
-        if failure is not None:
-            return failure.error()
-        time.sleep(0.02)
+    # the guilty rank's own account, or its will, may come after its connections closed
     silent = control.silent_ranks()
+    failure = control.failure()
+    if failure is not None:
+        return failure.error()
     guilty = error.rank
     if silent and guilty not in silent:
         guilty = silent[0]

@@ -166,10 +166,11 @@ class JoinedDestination(Joined):
         if session is not None:
             store = session.control.store
             assert isinstance(store, Prefixed)
-            gone = self.gate.ask(op="add", key=f"{store.prefix}leaving", amount=1)["value"]
-            if gone == self.member.size:
-                left = Failure(session.control.rank, LEFT, f"{self.own.layout.name} left", None)
-                store.compare_set("failure", "", json.dumps(asdict(left)))
+            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+                gone = self.gate.ask(op="add", key=f"{store.prefix}leaving", amount=1)["value"]
+                if gone == self.member.size:
+                    left = Failure(session.control.rank, LEFT, f"{self.own.layout.name} left", None)
+                    store.compare_set("failure", "", json.dumps(asdict(left)))
             self._drop(session.control, session.pair)
             self.session = None
         self._leave()

@@ -65,7 +65,12 @@ class JoinedSource(Joined):
         self._process: GateProcess | None = None
         if member.rank == 0:
             self._process = open_gate(member.address, member.token)
-        super().__init__(member, options, ends_process=ends_process)
+        try:
+            super().__init__(member, options, ends_process=ends_process)
+        except BaseException:
+            if self._process is not None:
+                self._process.end()
+            raise
         self.own, self.end = own, end
         self._note = note
         self._layouts = {one.layout.digest: one.layout for one in accepted or ()}
@@ -98,6 +103,7 @@ class JoinedSource(Joined):
         for number in [one for one in self.sessions if one not in turn]:
             gone = self.sessions.pop(number)
             self._drop(gone.control, gone.pair)
+            self._lost[number] = TransferError(f"{gone.name} is gone")
         done = []
         for number in turn:
             done.append(self._refit_one(number, version, released if number == turn[-1] else lambda: None))
@@ -148,11 +154,13 @@ class JoinedSource(Joined):
                 told: dict[str, Any] = {"version": version, "sessions": self._present(wait)}
             except TransferError as error:
                 told = {"error": str(error)}
-            self._tidy()
-            self.job.share(key, told, "beginning a refit")
+            self.job.store.set(key, json.dumps(told))
             self.job.store.delete_key(f"turn/{self._turn - 2}")
         else:
-            told = self.job.read_shared(key, 0)
+            told = self.job.read_shared(key, 0, lambda: self.gate.check(["source/ended"]))
+            if told is None:
+                raise TransferError(f"{self.own.layout.name} 0 has closed its session", 0)
+        self._tidy()
         if "error" in told:
             raise TransferError(told["error"])
         if told["version"] != version:
@@ -184,15 +192,18 @@ class JoinedSource(Joined):
                 self.gate.delete_key("complete/destination")
 
     def _tidy(self) -> None:
-        """Take away what the gate keeps of sessions that ended before the last refit."""
+        """Take away what is kept, here and at the gate, of sessions that ended before the last refit."""
         for number in self._stale:
-            self.gate.delete_all(f"session/{number}/")
+            if self.member.rank == 0:
+                self.gate.delete_all(f"session/{number}/")
             self._lost.pop(number, None)
         self._stale = list(self._lost)
 
     def _newcomers(self) -> list[int]:
         numbers = []
-        for job in self.gate.jobs("destination"):
+        there = self.gate.jobs("destination")
+        self._seen &= {job.entry for job in there}
+        for job in there:
             if not job.complete or job.entry in self._seen:
                 continue
             self._seen.add(job.entry)
@@ -217,13 +228,15 @@ class JoinedSource(Joined):
         """Tell the destination jobs that there is no other version, and go."""
         if self.closed:
             return
-        for session in self.sessions.values():
+        with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+            for session in self.sessions.values():
+                if self.member.rank == 0:
+                    session.control.store.set(f"turn/{session.turns + 1}", json.dumps(None))
             if self.member.rank == 0:
-                session.control.store.set(f"turn/{session.turns + 1}", json.dumps(None))
+                self.gate.set("source/ended", "1")
+        for session in self.sessions.values():
             session.pair.close()
         self.sessions.clear()
-        if self.member.rank == 0:
-            self.gate.set("source/ended", "1")
         self._leave(end=self.member.rank == 0)
 
     def _leave(self, *, end: bool) -> None:

@@ -83,11 +83,16 @@ class Control:
         return self.store.get(key).decode() if self.store.check([key]) else "starting"
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks whose watchdog has stopped beating: they are dead, stopped or cut off."""
+        """Return the ranks whose watchdog does not beat: they are dead, stopped or cut off.
+
+        Those that beat before come first. Empty where somebody writes a failure meanwhile, which says more.
+        """
         first = self._beats()
-        time.sleep(3 * BEAT)
+        if not self.store.wait_keys([_FAILURE], [], 3 * BEAT):
+            return []
         second = self._beats()
-        return [rank for rank in range(self.num_ranks) if first[rank] == second[rank] is not None]
+        silent = [one for one in range(self.num_ranks) if one != self.rank and first[one] == second[one]]
+        return sorted(silent, key=lambda one: second[one] is None)
 
     def _beats(self) -> list[bytes | None]:
         keys = [f"alive/{rank}" for rank in range(self.num_ranks)]
@@ -199,9 +204,10 @@ class Control:
             return False
         return True
 
-    def read_shared(self, key: str, rank: int) -> Any:
-        """Return what a rank shares, however long that takes while it lives."""
-        self.wait_while_alive(key, rank)
+    def read_shared(self, key: str, rank: int, stop: Callable[[], bool] = lambda: False) -> Any:
+        """Return what a rank shares, however long that takes while it lives; None where `stop` says so before."""
+        if not self.wait_while_alive(key, rank, stop):
+            return None
         return json.loads(self.store.get(key))
 
     def wait_while_alive(self, key: str, rank: int, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -220,7 +226,9 @@ class Control:
                 seen, since = beat, time.monotonic()
             if time.monotonic() - since > self.timeout:
                 raise PeerLostError(
-                    f"waiting for {self.name_of(rank)}: no sign of life for {self.timeout:g} s", rank
+                    f"waiting for {self.name_of(rank)} (last: {self.phase_of(rank)}): no sign of life for "
+                    f"{self.timeout:g} s",
+                    rank,
                 )
         return True
 

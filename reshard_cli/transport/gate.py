@@ -15,6 +15,7 @@ import contextlib
 import hmac
 import itertools
 import json
+import math
 import os
 import secrets
 import socket
@@ -35,6 +36,8 @@ Frame = dict[str, Any]
 _GREETING_SECONDS = 5.0
 _MOST_STRANGERS = 128  # connections that have not proven anything yet; more of them push out the oldest
 _OUTLAST = 8.0  # seconds that the gate outlives its parent, for the others to read why
+_MOST_OF_A_FRAME = 1 << 28  # bytes from somebody who knows the token
+_MOST_OF_A_KEY = 4096
 _LENGTH = struct.Struct(">I")
 
 
@@ -50,6 +53,7 @@ class _Job:
     facts: Frame
     note: Any
     ranks: set[int] = field(default_factory=set)
+    connected: int = 0
     lost: bool = False
 
     @property
@@ -76,6 +80,7 @@ class Gate:
         self._strangers: OrderedDict[int, asyncio.StreamWriter] = OrderedDict()
         self._peers: set[int] = set()
         self._jobs: list[_Job] = []
+        self._gone: list[str] = []  # entries of jobs of which nobody is connected any more
         self._numbers, self._entries = itertools.count(1), itertools.count(1)
         self._operations: dict[str, Callable[[_Peer, Frame], Awaitable[Frame]]] = {
             "set": self._set, "get": self._get, "check": self._check, "compare_set": self._compare_set,
@@ -98,23 +103,27 @@ class Gate:
         if len(self._strangers) > _MOST_STRANGERS:
             self._strangers.popitem(last=False)[1].transport.abort()
         peer = _Peer()
+        reading: asyncio.Task[Frame] | None = None
         try:
             if not await asyncio.wait_for(self._greeted(reader, writer), _GREETING_SECONDS):
                 return
             self._strangers.pop(number, None)
             self._peers.add(number)
+            reading = asyncio.ensure_future(_read(reader, _MOST_OF_A_FRAME))
             while not peer.left:
-                frame = await _read(reader, 1 << 30)
-                reply = await self._answer(peer, frame)
-                writer.write(encoded(reply))
+                frame = await reading
+                reading = asyncio.ensure_future(_read(reader, _MOST_OF_A_FRAME))
+                writer.write(encoded(await self._answered(peer, frame, reading)))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError, RecursionError):
             pass  # a stranger without manners, or a peer that is gone: its will says the rest
         finally:
             self._strangers.pop(number, None)
             self._peers.discard(number)
-            if not peer.left:
-                self._bequeath(peer)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            self._parted(peer)
             writer.close()
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(writer.wait_closed(), 1)
@@ -144,14 +153,41 @@ class Gate:
         writer.write(encoded({"refused": why}))
         await writer.drain()
 
+    async def _answered(self, peer: _Peer, frame: Frame, following: asyncio.Task[Frame]) -> Frame:
+        """Return the answer; raises what ended the connection meanwhile, as somebody who waits may die."""
+        answering = asyncio.ensure_future(self._answer(peer, frame))
+        try:
+            await asyncio.wait({answering, following}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                following.result()
+            return await answering
+        finally:
+            answering.cancel()
+
     async def _answer(self, peer: _Peer, frame: Frame) -> Frame:
         operation = self._operations.get(str(frame.get("op")))
         if operation is None:
-            return {"error": f"no operation {frame.get('op')!r}"}
+            return {"error": f"no operation {str(frame.get('op'))[:60]!r}"}
         try:
             return await operation(peer, frame)
-        except (KeyError, TypeError, AttributeError) as error:
-            return {"error": f"{frame.get('op')}: {type(error).__name__}: {error}"}
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            return {"error": f"{frame.get('op')}: {type(error).__name__}: {str(error)[:200]}"}
+
+    def _parted(self, peer: _Peer) -> None:
+        """Carry out what a connection leaves behind; forget a job when its last one has ended."""
+        if not peer.left:
+            self._bequeath(peer)
+        job = peer.job
+        if job is not None:
+            job.connected -= 1
+            if not job.connected:
+                self._forget(job.entry)
+                self._gone.append(job.entry)
+
+    def _forget(self, entry: str) -> None:
+        prefix = f"entries/{entry}/"
+        for key in [one for one in self._values if one.startswith(prefix) or one == f"complete/{entry}"]:
+            del self._values[key]
 
     def _bequeath(self, peer: _Peer) -> None:
         for key, will in peer.wills.items():
@@ -172,7 +208,7 @@ class Gate:
                 waiting.set_result(None)
 
     async def _set(self, _: _Peer, frame: Frame) -> Frame:
-        self._put(frame["key"], frame["value"])
+        self._put(_key(frame), _text(frame["value"]))
         return {}
 
     async def _get(self, _: _Peer, frame: Frame) -> Frame:
@@ -182,14 +218,15 @@ class Gate:
         return {"value": all(key in self._values for key in frame["keys"])}
 
     async def _compare_set(self, _: _Peer, frame: Frame) -> Frame:
-        key, expected = frame["key"], frame["expected"]
+        key, expected = _key(frame), _text(frame["expected"])
         if self._values.get(key, "") == expected:
-            self._put(key, frame["value"])
+            self._put(key, _text(frame["value"]))
         return {"value": self._values.get(key, expected)}
 
     async def _add(self, _: _Peer, frame: Frame) -> Frame:
-        total = int(self._values.get(frame["key"], "0")) + int(frame["amount"])
-        self._put(frame["key"], str(total))
+        key = _key(frame)
+        total = int(self._values.get(key, "0")) + int(frame["amount"])
+        self._put(key, str(total))
         return {"value": total}
 
     async def _delete(self, _: _Peer, frame: Frame) -> Frame:
@@ -200,7 +237,10 @@ class Gate:
 
     async def _wait(self, _: _Peer, frame: Frame) -> Frame:
         """Wait until all keys are there, or one of `unless` is, at most so many seconds."""
-        deadline = time.monotonic() + float(frame["most"])
+        most = float(frame["most"])
+        if not math.isfinite(most):
+            raise ValueError(f"a wait of {most} s")
+        deadline = time.monotonic() + most
         while True:
             lacking = [key for key in frame["keys"] if key not in self._values]
             stopped = any(key in self._values for key in frame["unless"])
@@ -211,25 +251,34 @@ class Gate:
             watched = (lacking[0], *frame["unless"])
             for key in watched:
                 self._waiting[key].add(future)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(future, left)
-            for key in watched:
-                self._waiting[key].discard(future)
-                if not self._waiting[key]:
-                    del self._waiting[key]
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(future, left)
+            finally:
+                for key in watched:
+                    self._waiting[key].discard(future)
+                    if not self._waiting[key]:
+                        del self._waiting[key]
 
     # ---- jobs -------------------------------------------------------------------------------------
 
     async def _will(self, peer: _Peer, frame: Frame) -> Frame:
-        if frame["failure"] is None:
-            peer.wills.pop(frame["key"], None)
+        key, failure = _key(frame), frame["failure"]
+        if failure is None:
+            peer.wills.pop(key, None)
         else:
-            peer.wills[frame["key"]] = {"failure": frame["failure"], "phase_key": frame["phase_key"]}
+            _text(failure["message"])
+            peer.wills[key] = {"failure": failure, "phase_key": _text(frame["phase_key"])}
         return {}
 
     async def _enter(self, peer: _Peer, frame: Frame) -> Frame:
         """Take a rank of a job in, if it fits its job and the job fits the other side's."""
         role, identity, rank, size = frame["role"], frame["job"], int(frame["rank"]), int(frame["size"])
+        if peer.job is not None or role not in ("source", "destination") or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} as {str(role)[:60]!r}")
+        if not isinstance(frame["facts"], dict):
+            raise TypeError("facts are an object")
+        _text(frame["name"])
         job = next(
             (
                 one
@@ -242,6 +291,9 @@ class Gate:
             if role == "source" and any(one.role == role and not one.lost for one in self._jobs):
                 return {"refused": ["there is a source job already; one gate serves one"]}
             self._jobs = [one for one in self._jobs if not one.lost]
+            for gone in self._gone:  # what others still wrote about them
+                self._forget(gone)
+            self._gone.clear()
             entry = f"{role}-{next(self._entries)}"
             job = _Job(entry, role, identity, frame["name"], size, frame["facts"], frame.get("note"))
             self._jobs.append(job)
@@ -256,6 +308,7 @@ class Gate:
                 ]
             }
         job.ranks.add(rank)
+        job.connected += 1
         peer.job = job
         if job.complete:
             self._put(f"complete/{job.entry}", "1")
@@ -282,6 +335,19 @@ class Gate:
         if frame.get("end"):
             self.ended = True
         return {}
+
+
+def _key(frame: Frame) -> str:
+    key = _text(frame["key"])
+    if len(key) > _MOST_OF_A_KEY:
+        raise ValueError(f"a key of {len(key)} characters")
+    return key
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} is no text")
+    return value
 
 
 def _under(key: str, prefix: str | None) -> bool:
@@ -312,7 +378,7 @@ async def _run(listener: socket.socket, parent: int, token: str) -> None:
         await asyncio.sleep(0.1)
         if deadline is None and (gate.ended or os.getppid() != parent):
             deadline = time.monotonic() + _OUTLAST
-    server.close()
+            server.close()  # who is here may read on; the address is free for the next source
     os._exit(0)  # strangers may be in mid-greeting, and are owed nothing
 
 

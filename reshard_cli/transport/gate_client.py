@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ from reshard_cli.transport.frames import GREETING_LIMIT, PROTOCOL, proof, receiv
 __all__ = ["Address", "GateProcess", "GateStore", "JobAtGate", "open_gate", "parse_address"]
 
 _RETRY = 0.1
-_ANSWER = 20.0  # seconds for an answer of the gate beyond what was asked to be waited for
+_ANSWER = 20.0  # seconds at most for an answer of the gate beyond what was asked to be waited for
 _SLICE = 30.0  # seconds of one wait at the gate; longer ones are asked for again
 
 
@@ -74,20 +75,19 @@ class GateProcess:
         try:
             self.child.wait(timeout=15)
         except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
+            self.end()
+
+    def end(self) -> None:
+        """Take it away at once."""
+        self.child.kill()
+        self.child.wait()
 
 
 def open_gate(address: Address, token: str) -> GateProcess:
     """Listen at this address, which has to be one of this machine's. Raises TransferError where that fails."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address.host, address.port))
-        listener.listen(1024)
+        listener = _listening(address)
     except OSError as error:
-        listener.close()
         raise TransferError(
             f"cannot listen at {address}: {error.strerror or error}; give a free port on an address of the host "
             f"of the source's rank 0"
@@ -105,6 +105,31 @@ def open_gate(address: Address, token: str) -> GateProcess:
     return GateProcess(child)
 
 
+def _listening(address: Address) -> socket.socket:
+    family, kind, *_, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+_open: weakref.WeakSet[GateStore] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """Let go of the connections in a forked child: the gate has to see when the rank itself is gone."""
+    for store in list(_open):
+        store.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 class GateStore:
     """One connection to the gate. Values are text; raises TransferError when the gate is gone."""
 
@@ -114,6 +139,7 @@ class GateStore:
         Raises TransferError where nobody is there within `timeout` seconds, or the gate does not let this one in.
         """
         self._address, self._token = address, token
+        self._answer = min(_ANSWER, max(timeout, 1.0))
         self._lock = threading.Lock()
         self._for_groups: _GroupStore | None = None
         deadline = time.monotonic() + timeout
@@ -121,6 +147,7 @@ class GateStore:
             try:
                 self._socket = socket.create_connection((address.host, address.port), timeout=5)
                 self._greet()
+                _open.add(self)
                 return
             except (OSError, ValueError, KeyError) as error:
                 if time.monotonic() > deadline:
@@ -152,7 +179,7 @@ class GateStore:
             peer.close()
             raise
 
-    def another(self, timeout: float = 20.0) -> GateStore:
+    def another(self, timeout: float = _ANSWER) -> GateStore:
         """Return another connection to the same gate."""
         return GateStore(self._address, self._token, timeout)
 
@@ -160,10 +187,11 @@ class GateStore:
         """Ask the gate something that takes it at most so many seconds. Raises TransferError."""
         with self._lock:
             try:
-                self._socket.settimeout(seconds + _ANSWER)
+                self._socket.settimeout(seconds + self._answer)
                 send_frame(self._socket, frame)
                 answer = receive_frame(self._socket)
             except (OSError, ValueError) as error:
+                self._socket.close()  # a late answer would be taken for the next one's
                 raise TransferError(f"lost the source's gate at {self._address}: {error}") from error
         if "error" in answer:
             raise TransferError(f"the gate at {self._address}: {answer['error']}")
@@ -240,7 +268,11 @@ class GateStore:
         try:
             self.ask(op="leave", end=end)
         finally:
-            self._socket.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the connection as it is."""
+        self._socket.close()
 
 
 class _GroupStore(dist.Store):  # type: ignore[name-defined,misc]
