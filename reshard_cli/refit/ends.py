@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from reshard_cli.errors import TransferError
 from reshard_cli.layout.storage import rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.refit.endpoints import Destination, open_source
@@ -144,6 +145,10 @@ class DestinationEnd(Protocol):
         """Return the storages that take a version, and where they lie: views are good while that is equal."""
         ...
 
+    def prepare(self, version: int) -> None:
+        """Get ready to apply a version that is all here. Nobody applies it where a rank raises."""
+        ...
+
     def apply(self, version: int) -> None:
         """Make the version the one that is there; every rank has all of it."""
         ...
@@ -165,6 +170,7 @@ class MemoryEnd:
         self.torn = False
         self._double = double_buffer
         self._kept: list[Destination] = []
+        self._filling = False
 
     def check(self, plan: Plan, rank: int) -> None:
         pass
@@ -176,7 +182,7 @@ class MemoryEnd:
         else:
             self._kept.append(self._kept.pop(0))
             self._kept[-1].zero_padding()
-        self.torn = not self._double
+        self.torn, self._filling = not self._double, True
         return self._kept[-1], id(self._kept[-1])
 
     @property
@@ -186,15 +192,19 @@ class MemoryEnd:
             return None
         return self._kept[-1]
 
+    def prepare(self, version: int) -> None:
+        pass
+
     def apply(self, version: int) -> None:
-        self.version, self.torn = version, False
+        self.version, self.torn, self._filling = version, False, False
 
     def publish(self) -> None:
         pass
 
     def discard(self) -> None:
-        if self._double and self.version is not None and len(self._kept) == 2:
+        if self._double and self._filling and self.version is not None:
             self._kept.append(self._kept.pop(0))
+        self._filling = False
 
 
 class FolderEnd:
@@ -212,6 +222,9 @@ class FolderEnd:
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         self._written = Destination.create(plan, rank, self._folder, version, device)
         return self._written, version
+
+    def prepare(self, version: int) -> None:
+        pass
 
     def apply(self, version: int) -> None:
         self.version = version
@@ -237,6 +250,7 @@ class LiveEnd:
         self._tensors: dict[str, Tensor] = {}
         self._shadow: Destination | None = None
         self._filled: Destination | None = None
+        self._who, self._rank = "", 0
 
     def check(self, plan: Plan, rank: int) -> None:
         who = f"{plan.destination.name} {rank}"
@@ -244,14 +258,14 @@ class LiveEnd:
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         storages = rank_storages(plan.destination, rank)
-        who = f"{plan.destination.name} {rank}"
-        self._tensors = self._live.held(who, storages, allow_extra=self._allow_extra)
+        self._who, self._rank = f"{plan.destination.name} {rank}", int(plan.topology.destination[rank])
+        self._tensors = self._live.held(self._who, storages, allow_extra=self._allow_extra)
         if self._double:
             if self._shadow is None:
                 self._shadow = Destination.create(plan, rank, None, version, device)
             self._shadow.keep_padding_of(self._tensors)
             return self._shadow, id(self._shadow)
-        self._call(self._hooks.before, version)
+        self._call("before", self._hooks.before, version)
         self.torn = True
         place = place_of(self._tensors)
         if self._filled is None or place != self._place:
@@ -260,18 +274,27 @@ class LiveEnd:
         self._filled.zero_padding()
         return self._filled, place
 
+    def prepare(self, version: int) -> None:
+        if self._shadow is not None:
+            self._call("before", self._hooks.before, version)
+
     def apply(self, version: int) -> None:
         if self._shadow is not None:
-            self._call(self._hooks.before, version)
             self.torn = True
             self._shadow.copy_into(self._tensors)
         self.version, self.torn = version, False
-        self._call(self._hooks.after, version)
+        self._call("after", self._hooks.after, version)
 
-    @staticmethod
-    def _call(hook: Callable[[int], object] | None, version: int) -> None:
-        if hook is not None:
+    def _call(self, name: str, hook: Callable[[int], object] | None, version: int) -> None:
+        if hook is None:
+            return
+        try:
             hook(version)
+        except Exception as error:
+            raise TransferError(
+                f"{self._who}: its hook `{name}` raised {type(error).__name__} at version {version}: {error}",
+                self._rank,
+            ) from error
 
     def publish(self) -> None:
         pass
