@@ -97,30 +97,30 @@ class LiveSourceEnd:
         self._taken: dict[str, Tensor] | None = None
 
     def _held(self, plan: Plan, rank: int) -> dict[str, Tensor]:
+        live = self._live if self._taken is None else LiveTensors(self._taken)
         who = f"{plan.source.name} {rank}"
-        return self._live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
+        return live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
         held = [self._held(plan, rank) for rank in ranks]
-        return sorted(set(self._live.now()) - set(held[0])) if held else []
+        have = self._live.now() if self._taken is None else self._taken
+        return sorted(set(have) - set(held[0])) if held else []
 
-    def take_snapshot(self) -> None:
-        """Copy all tensors now; the next refits send the copies, until `drop_snapshot`."""
-        self._snapshot = self._taken = snapshot(self._live.now(), self._snapshot)
+    def take(self, *, copied: bool) -> None:
+        """Look the tensors up now, and copy them if asked to; the next refits send these, until `drop`."""
+        taken = self._live.now()
+        if copied:
+            taken = self._snapshot = snapshot(taken, self._snapshot)
+        self._taken = taken
 
-    def drop_snapshot(self) -> None:
-        """Send what is live again. The copies' memory is kept for the next snapshot."""
+    def drop(self) -> None:
+        """Send what is live again. The copies' memory is kept for the next ones."""
         self._taken = None
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
-        storages = rank_storages(plan.source, rank)
-        if self._taken is None:
-            tensors = self._held(plan, rank)
-        else:
-            taken = LiveTensors(self._taken)
-            tensors = taken.held(f"{plan.source.name} {rank}", storages, allow_extra=self._allow_extra)
+        tensors = self._held(plan, rank)
         windows = StorageWindows()
-        windows.add(storages, tensors)
+        windows.add(rank_storages(plan.source, rank), tensors)
         made = made_of(plan.pairs, at=["sender"])
         return (QuantisingSource(windows, made) if made else windows), place_of(tensors)
 

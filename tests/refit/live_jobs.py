@@ -22,11 +22,13 @@ import torch
 
 import reshard_cli as rs
 from reshard_cli.refit.library import Session
+from tests.refit.live_weights import documents
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["pytest", __name__, *(["tests.examples.tp_rollout"] if importlib.util.find_spec("transformers") else [])]
 )
+SOURCES, DESTINATIONS = 3, 2
 TIMEOUT = 20.0  # of the jobs themselves; nothing here waits for longer
 
 
@@ -128,3 +130,33 @@ def _run(pipe: Connection, program: Callable[..., Any], place: Place, arguments:
         told = AssertionError(traceback.format_exc())
     pipe.send(told)
     pipe.close()
+
+
+def joined_source(place: Place, **options: Any) -> Session:
+    """Join as a rank of the job that cuts dim 0."""
+    return place.join("source", place.folder / "train.yaml", None, verify=True, **options)
+
+
+def joined_destination(place: Place, **options: Any) -> Session:
+    """Join as a rank of the job that cuts dim 1."""
+    return place.join("destination", None, place.folder / "infer.yaml", verify=True, **options)
+
+
+def run_both(
+    folder: Path, source: Callable[..., Any], destination: Callable[..., Any], *arguments: Any
+) -> tuple[list[Any], list[Any]]:
+    """Run two programs as jobs; return what their ranks returned or raised."""
+    documents(folder, SOURCES, DESTINATIONS)
+    with jobs(folder) as started:
+        started.start("train", SOURCES, source, *arguments)
+        started.start("infer", DESTINATIONS, destination, *arguments)
+        found = started.results()
+    return (
+        [found["train", rank] for rank in range(SOURCES)],
+        [found["infer", rank] for rank in range(DESTINATIONS)],
+    )
+
+
+def well(results: list[Any]) -> None:
+    """Fail where a rank raised."""
+    assert not [one for one in results if isinstance(one, BaseException)], results

@@ -9,37 +9,15 @@ import pytest
 import torch
 
 from reshard_cli.errors import ReshardError, TransferError, WeightsError
-from reshard_cli.refit.library import Session
-from tests.refit.live_jobs import Place, jobs
-from tests.refit.live_weights import differing, documents, held, poisoned, strided, whole
-
-SOURCES, DESTINATIONS = 3, 2
-
-
-def joined_source(place: Place, **options: Any) -> Session:
-    return place.join("source", place.folder / "train.yaml", None, verify=True, **options)
-
-
-def joined_destination(place: Place, **options: Any) -> Session:
-    return place.join("destination", None, place.folder / "infer.yaml", verify=True, **options)
-
-
-def run_both(folder, source, destination, *arguments) -> tuple[list[Any], list[Any]]:
-    """Run two programs as jobs; return what their ranks returned or raised."""
-    documents(folder, SOURCES, DESTINATIONS)
-    with jobs(folder) as started:
-        started.start("train", SOURCES, source, *arguments)
-        started.start("infer", DESTINATIONS, destination, *arguments)
-        found = started.results()
-    return (
-        [found["train", rank] for rank in range(SOURCES)],
-        [found["infer", rank] for rank in range(DESTINATIONS)],
-    )
-
-
-def well(results: list[Any]) -> None:
-    assert not [one for one in results if isinstance(one, BaseException)], results
-
+from tests.refit.live_jobs import (
+    DESTINATIONS,
+    Place,
+    joined_destination,
+    joined_source,
+    run_both,
+    well,
+)
+from tests.refit.live_weights import differing, held, poisoned, strided, whole
 
 # ---- exactness -----------------------------------------------------------------------------------------
 
