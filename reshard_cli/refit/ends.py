@@ -190,7 +190,7 @@ class MemoryEnd:
         """The storages of the version that is there."""
         if self.version is None or self.torn:
             return None
-        return self._kept[-1]
+        return self._kept[-2 if self._filling else -1]
 
     def prepare(self, version: int) -> None:
         pass
