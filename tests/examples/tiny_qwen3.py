@@ -12,7 +12,7 @@ VOCABULARY = 160
 
 
 def tiny_qwen3(seed: int) -> Qwen3ForCausalLM:
-    """Return a model of 57,600 parameters with random weights."""
+    """Return a model of 82,304 parameters with random weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
