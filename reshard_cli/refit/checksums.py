@@ -95,7 +95,11 @@ def source_sums(plan: Plan, rank: int, source: Source) -> dict[int, Sums]:
         total = 0
         for lo, hi, values in source.windows(pair.name, box.lo, box.hi):
             cast = None if pair.quantised else (torch_dtype(pair.wire_dtype), torch_dtype(_dtype(pair)))
-            total += _sum_of(values, lo, hi, pair.shape, cast)
+            part = _sum_of(values, lo, hi, pair.shape, cast)
+            if (lo, hi) == (box.lo, box.hi):
+                total = part
+                break  # tied tensors hold the same values several times
+            total += part
         for wanter in box.wanters:
             found.setdefault(wanter, {})[box.key] = _wrapped(total)
     return found

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from reshard_cli.errors import TransferError
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.refit.endpoints import Destination, open_source
@@ -97,30 +98,30 @@ class LiveSourceEnd:
         self._taken: dict[str, Tensor] | None = None
 
     def _held(self, plan: Plan, rank: int) -> dict[str, Tensor]:
+        live = self._live if self._taken is None else LiveTensors(self._taken)
         who = f"{plan.source.name} {rank}"
-        return self._live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
+        return live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
         held = [self._held(plan, rank) for rank in ranks]
-        return sorted(set(self._live.now()) - set(held[0])) if held else []
+        have = self._live.now() if self._taken is None else self._taken
+        return sorted(set(have) - set(held[0])) if held else []
 
-    def take_snapshot(self) -> None:
-        """Copy all tensors now; the next refits send the copies, until `drop_snapshot`."""
-        self._snapshot = self._taken = snapshot(self._live.now(), self._snapshot)
+    def take(self, *, copied: bool) -> None:
+        """Look the tensors up now, and copy them if asked to; the next refits send these, until `drop`."""
+        taken = self._live.now()
+        if copied:
+            taken = self._snapshot = snapshot(taken, self._snapshot)
+        self._taken = taken
 
-    def drop_snapshot(self) -> None:
-        """Send what is live again. The copies' memory is kept for the next snapshot."""
+    def drop(self) -> None:
+        """Send what is live again. The copies' memory is kept for the next ones."""
         self._taken = None
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
-        storages = rank_storages(plan.source, rank)
-        if self._taken is None:
-            tensors = self._held(plan, rank)
-        else:
-            taken = LiveTensors(self._taken)
-            tensors = taken.held(f"{plan.source.name} {rank}", storages, allow_extra=self._allow_extra)
+        tensors = self._held(plan, rank)
         windows = StorageWindows()
-        windows.add(storages, tensors)
+        windows.add(rank_storages(plan.source, rank), tensors)
         made = made_of(plan.pairs, at=["sender"])
         return (QuantisingSource(windows, made) if made else windows), place_of(tensors)
 
@@ -145,6 +146,10 @@ class DestinationEnd(Protocol):
         """Return the storages that take a version, and where they lie: views are good while that is equal."""
         ...
 
+    def prepare(self, version: int) -> None:
+        """Get ready to apply a version that is all here. Nobody applies it where a rank raises."""
+        ...
+
     def apply(self, version: int) -> None:
         """Make the version the one that is there; every rank has all of it."""
         ...
@@ -166,6 +171,7 @@ class MemoryEnd:
         self.torn = False
         self._double = double_buffer
         self._kept: list[Destination] = []
+        self._filling = False
 
     def check(self, plan: Plan, rank: int) -> None:
         pass
@@ -177,7 +183,7 @@ class MemoryEnd:
         else:
             self._kept.append(self._kept.pop(0))
             self._kept[-1].zero_padding()
-        self.torn = not self._double
+        self.torn, self._filling = not self._double, True
         return self._kept[-1], id(self._kept[-1])
 
     @property
@@ -185,17 +191,21 @@ class MemoryEnd:
         """The storages of the version that is there."""
         if self.version is None or self.torn:
             return None
-        return self._kept[-1]
+        return self._kept[-2 if self._filling else -1]
+
+    def prepare(self, version: int) -> None:
+        pass
 
     def apply(self, version: int) -> None:
-        self.version, self.torn = version, False
+        self.version, self.torn, self._filling = version, False, False
 
     def publish(self) -> None:
         pass
 
     def discard(self) -> None:
-        if self._double and self.version is not None and len(self._kept) == 2:
+        if self._double and self._filling and self.version is not None:
             self._kept.append(self._kept.pop(0))
+        self._filling = False
 
 
 class FolderEnd:
@@ -213,6 +223,9 @@ class FolderEnd:
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         self._written = Destination.create(plan, rank, self._folder, version, device)
         return self._written, version
+
+    def prepare(self, version: int) -> None:
+        pass
 
     def apply(self, version: int) -> None:
         self.version = version
@@ -243,6 +256,7 @@ class LiveEnd:
         self._shadow: Destination | None = None
         self._filled: Destination | None = None
         self._handed: dict[str, Tensor] = {}  # what the engine's own loader takes
+        self._who, self._rank = "", 0
 
     def check(self, plan: Plan, rank: int) -> None:
         self._bound(plan, rank, torch.device("meta"))
@@ -270,13 +284,14 @@ class LiveEnd:
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         storages = rank_storages(plan.destination, rank)
+        self._who, self._rank = f"{plan.destination.name} {rank}", int(plan.topology.destination[rank])
         self._tensors = self._bound(plan, rank, device)
         if self._double:
             if self._shadow is None:
                 self._shadow = Destination.create(plan, rank, None, version, device)
             self._shadow.keep_padding_of(self._tensors)
             return self._shadow, id(self._shadow)
-        self._call(self._hooks.before, version)
+        self._call("before", self._hooks.before, version)
         self.torn = True
         place = place_of(self._tensors)
         if self._filled is None or place != self._place:
@@ -285,20 +300,33 @@ class LiveEnd:
         self._filled.zero_padding()
         return self._filled, place
 
+    def prepare(self, version: int) -> None:
+        if self._shadow is not None:
+            self._call("before", self._hooks.before, version)
+
     def apply(self, version: int) -> None:
         if self._shadow is not None:
-            self._call(self._hooks.before, version)
             self.torn = True
             self._shadow.copy_into(self._tensors)
-        if self._hooks.load_weights is not None and self._handed:
-            self._hooks.load_weights(iter(self._handed.items()))
+        if self._handed:
+            self._call("load_weights", self._hand_over, version)
         self.version, self.torn = version, False
-        self._call(self._hooks.after, version)
+        self._call("after", self._hooks.after, version)
 
-    @staticmethod
-    def _call(hook: Callable[[int], object] | None, version: int) -> None:
-        if hook is not None:
+    def _hand_over(self, _: int) -> None:
+        assert self._hooks.load_weights is not None
+        self._hooks.load_weights(iter(self._handed.items()))
+
+    def _call(self, name: str, hook: Callable[[int], object] | None, version: int) -> None:
+        if hook is None:
+            return
+        try:
             hook(version)
+        except Exception as error:
+            raise TransferError(
+                f"{self._who}: its hook `{name}` raised {type(error).__name__} at version {version}: {error}",
+                self._rank,
+            ) from error
 
     def publish(self) -> None:
         pass

@@ -136,6 +136,7 @@ class Handle:
         self._released = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+        self._told = False
 
         def work() -> None:
             try:
@@ -165,8 +166,15 @@ class Handle:
         """Wait for the end; return what `refit` would have, or raise what it would have."""
         self._thread.join()
         if self._error is not None:
+            self._told = True
             raise self._error
         return self._result
+
+    def settle(self) -> None:
+        """Wait for the end; raise what it would have, unless `wait` did so already."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
 
 
 class Session:
@@ -250,10 +258,14 @@ class Session:
         None: the source has closed. Raises TransferError where a rank was lost, with its name: a source may
         go on, and the job that failed may join again; a destination has to join again.
         """
-        if self._running is not None:
-            self._running.wait()
-            self._running = None
+        self._settle()
         return self._refit(version)
+
+    def _settle(self) -> None:
+        """Come to the end of a refit that runs. Raises its error where nobody has asked its handle."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.settle()
 
     def _refit(self, version: int | None, released: Callable[[], None] = lambda: None) -> int | None:
         if self._destination is not None:
@@ -267,15 +279,17 @@ class Session:
             raise _failure(version, done)
         return version
 
-    def refit_async(self, version: int | None = None, *, until: Literal["packed", "snapshot"]) -> Handle:
-        """Start a refit and return at once, or after a snapshot; the choice is the caller's.
+    def refit_async(
+        self, version: int | None = None, *, until: Literal["packed", "snapshot"] | None = None
+    ) -> Handle:
+        """Start a refit and return at once, or after a snapshot; a source has to say which in `until`.
 
         `snapshot`: the source's tensors are copied first, at the cost of their memory, and may be changed as soon
         as this returns. `packed`: nothing is copied; they may be changed after `handle.wait_released()`. A destination
         needs `double_buffer`, so that it can go on with the old version; its `before` hook says when it cannot.
+        A source's tensors are looked up by the caller's thread; a destination's hooks are called by another one.
         """
-        if self._running is not None:
-            self._running.wait()
+        self._settle()
         if self._destination is not None:
             if not self._destination.options.double_buffer:
                 raise DocumentError("refit_async: a destination needs double_buffer=True to go on meanwhile")
@@ -284,14 +298,15 @@ class Session:
         assert self._source is not None
         end = self._source.end
         assert isinstance(end, LiveSourceEnd)
-        if until == "snapshot":
-            end.take_snapshot()
+        if until not in ("packed", "snapshot"):
+            raise DocumentError(f"until: a source says 'packed' or 'snapshot', not {until!r}")
+        end.take(copied=until == "snapshot")
 
         def run(handle: Handle) -> int | None:
             try:
                 return self._refit(version, handle.release)
             finally:
-                end.drop_snapshot()
+                end.drop()
 
         self._running = Handle(run)
         if until == "snapshot":
@@ -300,12 +315,12 @@ class Session:
 
     def close(self) -> None:
         """Leave in good order. The other side's ranks see it, and do not wait."""
-        if self._running is not None:
-            self._running.wait()
-            self._running = None
-        for joined in (self._source, self._destination):
-            if joined is not None:
-                joined.close()
+        try:
+            self._settle()
+        finally:
+            for joined in (self._source, self._destination):
+                if joined is not None:
+                    joined.close()
 
     def __enter__(self) -> Session:
         return self

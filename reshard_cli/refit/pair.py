@@ -138,6 +138,8 @@ class Pair:
             with clock.phase("commit"):
                 if destination is not None and destination.mapped is not None:
                     destination.mapped.flush()
+                if self.end is not None:
+                    self.end.prepare(version)
                 commit(self.control, self.transport, self.plan.topology, self.end, version)
         except BaseException:
             if self.end is not None and self.end.version != version:
@@ -155,6 +157,10 @@ class Pair:
             self._source, place = self.source_end.source(self.plan, self.source_rank, version)
             places.append(place)
             self.state_dict = state_dict_of(self._source)
+        if self.end is not None and self.destination_rank is not None:
+            self.end.check(self.plan, self.destination_rank)
+        # nobody writes over a version before all ranks have found what they send from and write to
+        self.control.barrier(f"bound/{version}", "binding")
         if self.end is not None and self.destination_rank is not None:
             self._destination, place = self.end.begin(self.plan, self.destination_rank, version, self.device)
             places.append(place)

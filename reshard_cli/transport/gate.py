@@ -307,6 +307,7 @@ class Gate:
                     for line in lines
                 ]
             }
+        job.note = job.note or frame.get("note")  # only the job's rank 0 says it, whoever is first
         job.ranks.add(rank)
         job.connected += 1
         peer.job = job

@@ -14,7 +14,9 @@ from reshard_cli.errors import TransferError
 
 __all__ = ["launch_job"]
 
-_END_GRACE = 2.5  # seconds between the first rank that failed and the end of the last one, which may be stopped
+_END_GRACE = (
+    2.5  # seconds between the first rank that failed and the end of the last one, which may be stopped
+)
 
 
 def launch_job(num_ranks: int, run: Callable[[int, Callable[[], bool]], int]) -> int:

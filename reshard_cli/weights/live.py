@@ -112,7 +112,8 @@ def snapshot(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = 
     copies = {}
     for name, tensor in tensors.items():
         known = None if into is None else into.get(name)
-        if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+        wanted = (tensor.shape, tensor.dtype, tensor.device)
+        if known is None or (known.shape, known.dtype, known.device) != wanted:
             known = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         known.copy_(tensor)
         copies[name] = known

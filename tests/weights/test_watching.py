@@ -1,0 +1,65 @@
+"""Checkpoints under a watched folder: complete ones only, each once, lower versions first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from reshard_cli.weights.watching import Watched, is_complete
+
+
+def write(folder: Path, names: list[str], *, index: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        save_file({name: torch.ones(8)}, folder / name)
+    if index:
+        told = {"weight_map": {name: name for name in names}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+    return folder
+
+
+def test_an_index_that_names_a_file_that_is_not_there_yet_is_incomplete(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    folder = write(tmp_path / "step-1", names, index=True)
+    assert is_complete(folder)
+    (folder / names[1]).rename(tmp_path / "aside")
+    assert not is_complete(folder)
+
+
+def test_files_that_count_themselves_wait_for_their_index(tmp_path):
+    folder = write(tmp_path / "step-1", ["model-00001-of-00001.safetensors"])
+    assert not is_complete(folder)
+
+
+def test_a_file_that_is_shorter_than_its_header_says_is_still_being_written(tmp_path):
+    folder = write(tmp_path / "step-1", ["model.safetensors"])
+    assert is_complete(folder)
+    data = (folder / "model.safetensors").read_bytes()
+    for size in (0, 4, len(data) // 2, len(data) - 1):
+        (folder / "model.safetensors").write_bytes(data[:size])
+        assert not is_complete(folder), size
+
+
+def test_an_index_that_is_half_written_is_incomplete(tmp_path):
+    folder = write(tmp_path / "step-1", ["model.safetensors"], index=True)
+    for text in ("", '{"weight_map": {"a"', "[]", '{"weight_map": 3}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        assert not is_complete(folder), text
+
+
+def test_each_complete_checkpoint_comes_once_lower_numbers_first(tmp_path):
+    watched = Watched(tmp_path / "runs")
+    assert watched.next() is None
+    for name in ("step-10", "step-9"):
+        write(tmp_path / "runs" / name, ["model.safetensors"])
+    write(tmp_path / "runs" / ".step-1-tmp", ["model.safetensors"])
+    (tmp_path / "runs" / "step-2").mkdir()
+    seen = [watched.next(), watched.next(), watched.next()]
+    assert [one and (one.path.name, one.version) for one in seen] == [("step-9", 9), ("step-10", 10), None]
+    save_file({"a": torch.ones(1)}, tmp_path / "runs" / "step-2" / "model.safetensors")
+    late = watched.next()
+    assert late is not None
+    assert late.version == 2
