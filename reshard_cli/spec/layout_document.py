@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -115,7 +115,9 @@ class LayoutDocument(StrictDocument):
     engine: str | None = Field(None, description="preset: gives meshes, tensors, storage, pipeline")
     parallel: dict[str, int] = Field({}, description="the engine's sizes, as {tp: 4, pp: 8, ep: 16}")
     options: dict[str, int] = Field({}, description="the engine's other numbers; `layouts ENGINE` lists them")
-    config: dict[str, int] = Field({}, description="over the model's config, for the engine preset")
+    config: dict[str, Annotated[int, Field(ge=0, le=1 << 53)]] = Field(
+        {}, description="over the model's config, for the engine preset"
+    )
     meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
     pipeline: Pipeline | None = None
     tensors: list[TensorRule] = Field([])

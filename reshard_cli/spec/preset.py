@@ -22,9 +22,11 @@ from importlib import resources
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.casts import weight_of_scale
+from reshard_cli.spec.checking import told_fault
 from reshard_cli.spec.expressions import Function, evaluate
 from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout
 from reshard_cli.spec.located import KeyPath, Located, key_text
@@ -436,7 +438,25 @@ def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
         "storage",
     ]
     ordered = {key: values[key] for key in [*order, *values] if key in values}
-    return LayoutDocument.model_validate(ordered)
+    try:
+        return LayoutDocument.model_validate(ordered)
+    except ValidationError as error:
+        # the document was checked before: a size of the model's config makes a rule that cannot be
+        path, message = told_fault(error, LayoutDocument)
+        told = _rule_text(ordered, path)
+        raise PresetError(
+            "engine", f"{told}: {message}; the sizes of the model's config are wrong"
+        ) from error
+
+
+def _rule_text(values: Mapping[str, Any], path: KeyPath) -> str:
+    """Return which of a preset's rules a path is in, and where in it, as people would say it."""
+    where = key_text(path[2:])
+    name = str(path[1])
+    if isinstance(path[1], int):
+        rule = values[str(path[0])][path[1]]
+        name = repr(rule.get("match") or rule.get("tensor"))
+    return f"the preset's {path[0]} {name}{f' ({where})' if where else ''}"
 
 
 class _PresetLocated(Located):
@@ -444,12 +464,7 @@ class _PresetLocated(Located):
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         if len(path) > 1 and path[0] in ("meshes", "pipeline", *_SECTIONS) and path[:2] not in self.lines:
-            where = key_text(path[2:])
-            rule = self.value[str(path[0])]
-            name = str(path[1])
-            if isinstance(path[1], int):
-                name = repr(rule[path[1]].get("match") or rule[path[1]].get("tensor"))
-            told = f"the preset's {path[0]} {name}{f' ({where})' if where else ''}: {message}"
+            told = f"{_rule_text(self.value, path)}: {message}"
             return Problem(self.file, self.line(("engine",)), "engine", told)
         return Located.problem(self, path, message)
 

@@ -87,6 +87,18 @@ MISTAKES = {
         "name: train\nranks: 4\nparallel: {tp: 2} #!\n", "parallel", "goes with `engine`"),
     "config as text": (
         head(1, "vllm") + "config: {head_dim: 64.5} #!\n", "config.head_dim", "must be a whole number"),
+    "config below nothing": (
+        head(4, "megatron") + "config: {num_key_value_heads: -4} #!\n",
+        "config.num_key_value_heads", "must be at least 0, not -4"),
+    "config below nothing that no rule needs": (
+        head(4, "vllm") + "config:\n  head_dim: -4 #!\n", "config.head_dim", "must be at least 0, not -4"),
+    "config beyond all sizes": (
+        head(1, "hf") + f"config: {{head_dim: {10**30}}} #!\n", "config.head_dim", "must be at most"),
+    "config as true": (head(1, "vllm") + "config: {head_dim: true} #!\n", "config.head_dim", "a whole number"),
+    "config as a list": (head(1, "vllm") + "config: {head_dim: [8]} #!\n", "config.head_dim", "a whole number"),
+    "config with no groups": (
+        "name: train\nranks: 4\nengine: megatron #!\nconfig: {num_key_value_heads: 0}\n", "engine",
+        "linear_qkv.weight' (interleave): must be at least 1, not 0; the sizes of the model's config are wrong"),
     "own mesh of another size": (
         head(8, "vllm") + "meshes: {dense: {dp: 2, tp: 2}} #!\n",
         "meshes.dense", "2 * 2 = 4 is not the job's 8 ranks"),
