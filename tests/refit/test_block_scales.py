@@ -199,6 +199,30 @@ def test_a_vector_has_no_blocks(tmp_path):
         make_jobs(tmp_path, model_document({"a": ((8,), "bfloat16")}), place(1, "shard(0)"), cast)
 
 
+@pytest.mark.parametrize("match", ["*_scale_inv", "a.weight_scale_inv"])
+def test_a_rule_for_scales_that_a_cast_makes_is_refused_at_its_line(tmp_path, match):
+    destination = {
+        "ranks": 1,
+        "tensors": [{"match": match}, {"match": "*", "cast": "blockwise(float8_e4m3fn, 128)"}],
+    }
+    with pytest.raises(DocumentError) as caught:
+        matrix_jobs(tmp_path, (256, 128), place(1, "shard(0)"), destination)
+    (problem,) = caught.value.problems
+    assert problem.key == "tensors[0].match"
+    assert "are the scales that the cast of 'a.weight' makes" in problem.message
+
+
+def test_a_rule_for_scales_that_the_model_has_places_them(tmp_path):
+    tensors = {"a.weight": ((256, 128), "float8_e4m3fn"), "a.weight_scale_inv": ((2, 1), "float32")}
+    destination = place(2, "shard(0)")
+    destination["tensors"].insert(0, {"match": "*_scale_inv"})
+    jobs = make_jobs(tmp_path, model_document(tensors), place(1, "shard(0)"), destination)
+    shapes = [
+        jobs.destination.geometries[one.geometry].local_shape.tolist() for one in jobs.destination.tensors
+    ]
+    assert shapes == [[[128, 128], [128, 128]], [[2, 1], [2, 1]]]
+
+
 @st.composite
 def cases(draw):
     shape = (draw(st.integers(1, 26)), draw(st.integers(1, 26)))
