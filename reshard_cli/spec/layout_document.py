@@ -31,6 +31,7 @@ __all__ = [
     "StorageRule",
     "TensorRule",
     "check_layout",
+    "leaves_out",
     "read_layout_document",
 ]
 
@@ -145,12 +146,17 @@ class LoadedLayout:
 
     def leaves_out(self, name: str) -> bool:
         """Say whether the job does not hold the model's tensor of this name (with `{expert}` for any)."""
-        probe = fill(name, expert=0)
-        return any(Pattern(text).matches(probe) for text in self.document.leave_out)
+        return leaves_out(self.document.leave_out, name)
 
     def mesh_of(self, rule: int) -> str:
         """Return the mesh name of a tensor rule: its own, or the document's first."""
         return self.document.tensors[rule].mesh or next(iter(self.meshes))
+
+
+def leaves_out(patterns: Sequence[str], name: str) -> bool:
+    """Say whether one of the patterns fits a tensor's name; of experts all or none do, which a layout checks."""
+    probe = fill(name, expert=0)
+    return any(Pattern(text).matches(probe) for text in patterns)
 
 
 class _Checker:

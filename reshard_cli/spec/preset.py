@@ -28,12 +28,21 @@ from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.casts import weight_of_scale
 from reshard_cli.spec.checking import told_fault
 from reshard_cli.spec.expressions import Function, evaluate
-from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout
+from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout, leaves_out
 from reshard_cli.spec.located import KeyPath, Located, key_text
 from reshard_cli.spec.model import LogicalTensor, Model
 from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
+from reshard_cli.spec.stages import stage_layers
 
-__all__ = ["PresetError", "expanded", "preset_about", "preset_names", "preset_text", "with_preset"]
+__all__ = [
+    "PresetError",
+    "expanded",
+    "preset_about",
+    "preset_names",
+    "preset_text",
+    "told_left_out",
+    "with_preset",
+]
 
 _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 _SECTIONS = ("tensors", "storage", "casts")
@@ -119,12 +128,10 @@ class _Expander:
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
         names = {tensor.name for tensor in model.tensors}
-        try:
-            out = [Pattern(text) for text in left_out]
-        except ValueError as error:
-            raise PresetError("leave_out", str(error)) from error
+        self.out: list[LogicalTensor] = []
         for tensor in model.tensors:
-            if any(pattern.matches(tensor.name) for pattern in out):
+            if leaves_out(left_out, tensor.name):
+                self.out.append(tensor)
                 continue
             if weight_of_scale(tensor.name) in names:
                 continue  # block scales are cut and stored as their tensor is
@@ -180,11 +187,13 @@ class _Expander:
 
     def dim(self, pattern: str, dim: int) -> int:
         """Return a size of the first tensor of this name, without its experts."""
-        names = self.fits(pattern)
-        if not names:
+        compiled = Pattern(pattern)
+        fitting = [self.tensors[name] for name in self.fits(pattern)] or [
+            one for one in self.out if compiled.matches(fill(one.name, expert=0))
+        ]
+        if not fitting:
             raise ValueError(f"the model has no tensor {pattern!r}")
-        tensor = self.tensors[names[0]]
-        return tensor.shape[dim + tensor.has_experts]
+        return fitting[0].shape[dim + fitting[0].has_experts]
 
     def fits(self, pattern: str) -> list[str]:
         """Return the kinds of tensors that a pattern takes, by the name of one of each."""
@@ -299,10 +308,13 @@ class _Expander:
         for rule in self.preset.get("storage", []):
             patterns = [one for text in rule.get("concat", []) for one in expand_braces(text)]
             patterns += [rule["rename"]] if "rename" in rule else []
-            if not all(self.fits(pattern) for pattern in patterns):
+            torn = self.torn(patterns)
+            if not (all(self.fits(pattern) for pattern in patterns) or torn):
                 continue
             if not self.wanted(rule, rule["tensor"]):
                 continue
+            if torn:
+                raise PresetError("leave_out", told_left_out(*torn, rule["tensor"]))
             filled = self.filled(
                 {key: one for key, one in rule.items() if key not in ("when", "layers_of")}, rule["tensor"]
             )
@@ -326,10 +338,29 @@ class _Expander:
             found.append(filled)
         return found
 
+    def torn(self, patterns: Sequence[str]) -> tuple[str, str] | None:
+        """Return an operand of a storage that is left out, and one of the same layer that is not."""
+        kept = [(name, layer) for text in patterns for name in self.fits(text) for layer in self.at(name)]
+        for pattern in [Pattern(text) for text in patterns if not self.fits(text)] if kept else []:
+            for one in self.out:
+                beside = next((name for name, layer in kept if layer == one.layer), None)
+                if beside is not None and pattern.matches(fill(one.name, expert=0)):
+                    return one.name, fill(self.templates[beside], layer=one.layer)
+        return None
+
+    def at(self, name: str) -> list[int] | list[None]:
+        """Return the layers that have a tensor of this kind."""
+        return self.layers.get(self.templates[name]) or [None]
+
     def pipeline(self) -> dict[str, Any] | None:
         """Return the stages' layers and the patterns of both ends; None without pipeline parallelism."""
         given = self.preset.get("pipeline")
         num_stages = self.sizes.known.get("pp", 1)
+        own = self.document.pipeline
+        named = 0 if own is None or own.layers is None else len(own.layers)
+        if given is not None and named and named != num_stages and not self.document.meshes:
+            message = f"`layers` names {named} stages, but pp is {num_stages} (`parallel: {{pp: ...}}`)"
+            raise PresetError("pipeline", message)
         if given is None or num_stages == 1:
             return None
         found: dict[str, Any] = {}
@@ -340,43 +371,13 @@ class _Expander:
                 if self.fits(pattern) and (isinstance(one, str) or self.wanted(one, pattern)):
                     found[key].append(pattern)
         num_layers = 1 + max((layer for layers in self.layers.values() for layer in layers), default=-1)
-        own = self.document.pipeline
-        if own is None or own.layers is None:
-            found["layers"] = self.stage_layers(given["rest"], num_layers, num_stages)
+        if not named:
+            ends = [self.sizes.known.get(key, 0) for key in ("first_layers", "last_layers")]
+            try:
+                found["layers"] = stage_layers(given["rest"], num_layers, num_stages, *ends)
+            except ValueError as error:
+                raise PresetError("parallel", str(error)) from error
         return found
-
-    def stage_layers(self, rest: str, num_layers: int, num_stages: int) -> list[int]:
-        """Return the layers of each stage by the engine's rule for layers that do not divide evenly."""
-        if rest == "before_last":
-            # vLLM: the stages before the last get one more each
-            counts = [num_layers // num_stages] * num_stages
-            for nth in range(num_layers % num_stages):
-                counts[-2 - nth] += 1
-            return counts
-        if rest == "last":
-            # SGLang: the last stages get one more each
-            whole, more = divmod(num_layers, num_stages)
-            return [whole + (stage >= num_stages - more) for stage in range(num_stages)]
-        if rest == "with_ends":
-            # torchtitan: what stands before and after the layers counts as one each
-            whole, more = divmod(num_layers + 2, num_stages)
-            counts = [whole + (stage < more) for stage in range(num_stages)]
-            counts[0] -= 1
-            counts[-1] -= 1
-            return counts
-        first = self.sizes.known.get("first_layers", 0)
-        last = self.sizes.known.get("last_layers", 0)
-        inner = num_stages - (first > 0) - (last > 0)
-        left = num_layers - first - last
-        if left < 0 or (inner and left % inner) or (not inner and left):
-            ways = "write pipeline: {layers: [...]}" + (
-                " or options: {first_layers: ..., last_layers: ...}" if rest == "first_last" else ""
-            )
-            raise PresetError(
-                "parallel", f"{num_layers} layers do not split evenly over {num_stages} stages; {ways}"
-            )
-        middle = [left // inner] * inner if inner else []
-        return [first] * (first > 0) + middle + [last] * (last > 0)
 
     def aliases(self) -> dict[str, str]:
         return {
@@ -413,6 +414,14 @@ class _Expander:
         return values
 
 
+def told_left_out(name: str, other: str, storage: str) -> str:
+    """Return what is wrong where a job leaves out one operand of a storage and holds another."""
+    return (
+        f"{name!r} is left out and {other!r} is not, but both lie in the storage {storage!r}; "
+        "leave out all of its operands, or none"
+    )
+
+
 def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
     """Return the document without an engine that says the same. `model`: with the document's own names.
 
@@ -421,6 +430,11 @@ def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
     if document.engine not in preset_names():
         known = ", ".join(preset_names())
         raise PresetError("engine", f"no engine preset is named {document.engine!r}; there are: {known}")
+    try:
+        for text in document.leave_out:
+            Pattern(text)
+    except ValueError as error:
+        raise PresetError("leave_out", str(error)) from error
     left_out = [*document.leave_out, *_Expander(document, model).left_out()]
     values = _Expander(document, model, left_out).document_values()
     if left_out:

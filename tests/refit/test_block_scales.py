@@ -170,6 +170,21 @@ def test_an_edge_inside_a_block_is_refused_with_the_reason(tmp_path):
     assert "route: broadcast" in text
 
 
+def test_an_explicit_piece_that_ends_inside_a_block_is_refused_at_its_line(tmp_path):
+    pieces = [((0, 128), 0), ((200, 256), 0), ((128, 200), 1)]
+    destination = {
+        "ranks": 2,
+        "tensors": [{"match": "*", "cast": "blockwise(float8_e4m3fn, 128)"}],
+        "pieces": [
+            {"tensor": "a.weight", "rank": rank, "box": [list(rows), [0, 128]]} for rows, rank in pieces
+        ],
+    }
+    with pytest.raises(DocumentError) as caught:
+        matrix_jobs(tmp_path, (256, 128), place(1, "shard(0)"), destination)
+    (problem,) = caught.value.problems
+    assert problem.key == "pieces[1].box"
+
+
 def test_values_without_their_scales_are_refused(tmp_path):
     tensors = {"a.weight": ((256, 128), "float8_e4m3fn"), "a.weight_scale_inv": ((2, 1), "float32")}
     jobs = make_jobs(

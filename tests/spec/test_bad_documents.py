@@ -100,6 +100,14 @@ LAYOUTS = {
     "operand that is missing": (
         HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.{layer}.{q,gone}.weight'] #!\n",
         "no tensor of the model is 'layers.0.gone.weight' (and 3 more tensors)"),
+    "operand that is left out": (
+        HEAD + REST + f"leave_out: ['layers.1.q.weight'] #!\nstorage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n",
+        "'layers.1.q.weight' is left out and 'layers.1.k.weight' is not, but both lie in the storage 'x.{layer}'"),
+    "some experts left out": (
+        HEAD + REST + "leave_out: ['*.experts.{1,2}.up.weight'] #!\n",
+        "leaves out only some experts of 'layers.0.experts.{expert}.up.weight'"),
+    "rule for an expert in the middle": (
+        HEAD + "tensors:\n  - match: 'layers.{layer}.experts.2.*' #!\n  - match: '*'\n", "matches only some experts"),
     "operand with a star": (HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.*'] #!\n", "named in full"),
     "operands that differ in another dim": (
         HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    dim: 1\n    {QKV} #!\n", "differ in another dim than 1"),

@@ -71,6 +71,33 @@ MISTAKES = {
     "layers in no equal parts": (
         head(3, "megatron") + "parallel: {pp: 3} #!\n",
         "parallel", "4 layers do not split evenly over 3 stages; write"),
+    "more stages than layers": (
+        head(8, "torchtitan") + "parallel: {pp: 8} #!\n",
+        "parallel", "4 layers, with the embedding and the head, do not fill 8 stages; at most 6"),
+    "layers of fewer stages": (
+        head(2, "megatron") + "parallel: {pp: 2}\npipeline: {layers: [4]} #!\n",
+        "pipeline", "`layers` names 1 stages, but pp is 2"),
+    "layers of more stages": (
+        head(2, "vllm") + "pipeline: #!\n  layers: [1, 2, 1]\nparallel: {pp: 2}\n",
+        "pipeline", "`layers` names 3 stages, but pp is 2"),
+    "layers of stages without pp": (
+        head(2, "sglang") + "parallel: {tp: 2}\npipeline: {layers: [1, 3]} #!\n",
+        "pipeline", "`layers` names 2 stages, but pp is 1"),
+    "one operand left out": (
+        head(1, "vllm") + "leave_out: ['*.k_proj.weight'] #!\n", "leave_out",
+        "'model.layers.0.self_attn.k_proj.weight' is left out and 'model.layers.0.self_attn.q_proj.weight' is not, "
+        "but both lie in the storage 'model.layers.{layer}.self_attn.qkv_proj.weight'"),
+    "first operand left out": (
+        head(1, "megatron") + "leave_out: ['*.q_proj.weight'] #!\n", "leave_out", "'model.layers.0.self_attn.q_proj"),
+    "one operand left out in one layer": (
+        head(1, "megatron") + "leave_out: ['*.2.*.v_proj.weight'] #!\n", "leave_out",
+        "'model.layers.2.self_attn.v_proj.weight' is left out and"),
+    "experts of one projection left out": (
+        head(1, "vllm") + "leave_out: ['*.experts.{expert}.up_proj.weight'] #!\n", "leave_out", "w13_weight'"),
+    "one expert left out": (
+        head(1, "hf") + "leave_out: ['*.experts.3.*'] #!\n", "leave_out[0]",
+        "leaves out only some experts of 'model.layers.0.mlp.experts.{expert}.gate_proj.weight'"),
+    "left out by an open brace": (head(1, "vllm") + "leave_out: ['a{'] #!\n", "leave_out[0]", "a brace is open"),
     "heads in no equal parts, vllm": (head(3, "vllm") + "parallel: {tp: 3} #!\n", "parallel", "tp 3"),
     "heads in no equal parts, sglang": (head(3, "sglang") + "parallel: {tp: 3} #!\n", "parallel", "tp 3"),
     "heads in no equal parts, megatron": (head(3, "megatron") + "parallel: {tp: 3} #!\n", "parallel", "tp 3"),
