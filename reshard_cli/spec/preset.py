@@ -210,10 +210,10 @@ class _Expander:
             if missing:
                 raise PresetError(
                     "engine",
-                    f"{self.document.engine}: needs {missing[1]} of the model for {what}; write it in the model's "
+                    f"the preset needs {missing[1]} of the model for {what}; write it in the model's "
                     f"config.json or `config`, or here: config: {{{missing[1]}: ...}}",
                 ) from error
-            raise PresetError("engine", f"{self.document.engine}: {what}: {error}") from error
+            raise PresetError("engine", f"the preset's {what}: {error}") from error
 
     def filled(self, value: Any, what: str) -> Any:
         """Return a value with its expressions worked out."""
@@ -233,8 +233,8 @@ class _Expander:
 
     def require(self) -> None:
         for one in self.preset.get("require", []):
-            if not self.number(one["that"], "its requirements"):
-                raise PresetError("parallel", self.filled(one["else"], "its requirements"))
+            if not self.number(one["that"], "requirements"):
+                raise PresetError("parallel", self.filled(one["else"], "requirements"))
 
     def meshes(self) -> dict[str, dict[str, int]]:
         """Return the meshes without axes of one coordinate; equal ones stay apart, as rules name them."""
@@ -275,7 +275,7 @@ class _Expander:
             more = f", nor for {len(unknown) - 1} other kinds" if len(unknown) > 1 else ""
             raise PresetError(
                 "engine",
-                f"{self.document.engine}: has no rule for tensor {unknown[0]!r}{more}: it does not know this family of "
+                f"the preset has no rule for tensor {unknown[0]!r}{more}: it does not know this family of "
                 "models; write rules for them under `tensors`",
             )
         return found

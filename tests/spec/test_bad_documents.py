@@ -311,3 +311,14 @@ def test_a_wrong_flag_ends_with_two(written, flags):
     done = run_cli("plan", source, destination, "--model", model, *flags)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "1e300"])
+def test_staging_that_is_no_amount_of_memory_is_refused_with_its_value(written, number):
+    source, destination, model = written()
+    done = run_cli("plan", source, destination, "--model", model, f"--staging={number}")
+    assert done.returncode == 2
+    words = " ".join(done.stderr.split())
+    assert (
+        f"--staging: must be a number of MiB, more than 0 and less than 2**40, not {float(number):g}" in words
+    )
