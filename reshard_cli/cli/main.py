@@ -306,7 +306,8 @@ def _root(
 
 def _bytes_of(mebibytes: float) -> int:
     if not 0 < mebibytes < 2**40:
-        raise typer.BadParameter("must be more than 0 MiB", param_hint="--staging")
+        message = f"must be a number of MiB, more than 0 and less than 2**40, not {mebibytes:g}"
+        raise typer.BadParameter(message, param_hint="--staging")
     return max(1, int(mebibytes * 2**20))
 
 

@@ -70,8 +70,10 @@ class Casts:
             elif asked is not None and cast is not None and self._can_scale(tensor, logical, scale, asked[1]):
                 shape = scale_shape(tensor.shape, cast.size)
                 name = tensor.name + SCALE_SUFFIX
-                found.append((LogicalTensor(name, shape, "float32", tensor.layer, tensor.has_experts), name))
+                scales = LogicalTensor(name, shape, "float32", tensor.layer, tensor.has_experts)
+                found.append((scales, name))
                 self.scales[name] = (tensor.name, cast.size)
+                self._check_no_rule(scales, tensor)
         self.blocks = dict(self.scales.values())
         return found
 
@@ -91,6 +93,16 @@ class Casts:
         else:
             return True
         return False
+
+    def _check_no_rule(self, scales: LogicalTensor, tensor: LogicalTensor) -> None:
+        """Note a rule written for scales that a cast makes: whoever casts finds them where the values are."""
+        index = self._rule_of(scales)
+        if index is not None and SCALE_SUFFIX in self._document.tensors[index].match:
+            told = (
+                f"{scales.name!r} are the scales that the cast of {tensor.name!r} makes, and are cut as it is; "
+                "leave them out of this rule"
+            )
+            self._add(("tensors", index, "match"), "scales", told)
 
     def follows(self, tensor: LogicalTensor) -> str | None:
         """Return the tensor whose scales these are, unless a rule for the scales themselves places them."""

@@ -33,7 +33,7 @@ from reshard_cli.layout.storage_groups import StorageGroup, check_groups, group_
 from reshard_cli.spec.layout_document import LoadedLayout, PieceRule, TensorRule
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor, Model, rename_model
-from reshard_cli.spec.names import fill, has_digit, normalise, template_of
+from reshard_cli.spec.names import Pattern, fill, has_digit, normalise, template_of
 from reshard_cli.spec.placement import Expert, Placement, Shard, Stage
 from reshard_cli.spec.preset import with_preset
 
@@ -102,6 +102,8 @@ class _Builder:
                 raise
             problem = loaded.located.problem(("rename",), str(error))
             raise DocumentError(problems=[problem]) from error
+        self.problems: dict[tuple[KeyPath, str], tuple[Problem, int]] = {}
+        self.check_left_out()
         self.loaded = with_preset(loaded, self.model)
         self.document = self.loaded.document
         self.matched: dict[str, int | None] = {}
@@ -114,7 +116,6 @@ class _Builder:
         self.stages = Stages.of(self.loaded, replace(self.model, tensors=tuple(held)))
         self.geometries: list[Holdings] = []
         self.keys: dict[object, int] = {}
-        self.problems: dict[tuple[KeyPath, str], tuple[Problem, int]] = {}
         self.pieces = self._pieces_by_tensor()
 
     def add(self, path: KeyPath, kind: str, message: str) -> None:
@@ -190,7 +191,7 @@ class _Builder:
             try:
                 scaled = scaled_holdings(holdings, weight.shape, weight.block, cover=cover)
             except CutBlock as error:
-                where: KeyPath = ("pieces",) if weight.rule is None else ("tensors", weight.rule)
+                where = self.cut_at(weight)
                 mend = f"cut it at multiples of {weight.block}, or give it route: broadcast"
                 self.add(where, "block", f"tensor {weight.name!r} has block scales, but {error}; {mend}")
                 return None
@@ -211,17 +212,48 @@ class _Builder:
             scale_of=weight.name,
         )
 
+    def cut_at(self, weight: HeldTensor) -> KeyPath:
+        """Return where the document says how a tensor with block scales is cut: its rule, or the piece that cuts."""
+        size, own = weight.block or 1, self.by_name.get(weight.name)
+        pieces = [] if own is None else self.explicit(own)
+        for index, _, box in pieces:
+            edges = zip(box[-2:], weight.shape[-2:], strict=True)
+            if any(low % size or (high % size and high != whole) for (low, high), whole in edges):
+                return ("pieces", index, "box")
+        if pieces:
+            return ("pieces", pieces[0][0])
+        return ("pieces",) if weight.rule is None else ("tensors", weight.rule)
+
     def rule_of(self, tensor: LogicalTensor) -> int | None:
         """Return the first rule that matches; a rule has to match all experts of a projection or none."""
         probes = [tensor.name]
         if tensor.has_experts:
-            probes = [fill(tensor.name, expert=expert) for expert in sorted({0, tensor.shape[0] - 1})]
+            # without a number in any rule, what fits the first expert fits all
+            probes = tensor.names() if self.numbered else [fill(tensor.name, expert=0)]
         found = [self._first_match(probe) for probe in probes]
         if len(set(found)) > 1:
             rule = min(index for index in found if index is not None)
             message = f"matches only some experts of {tensor.name!r}; write {{expert}} or *"
             self.add(("tensors", rule, "match"), "experts", message)
         return found[0]
+
+    def check_left_out(self) -> None:
+        """Refuse patterns of `leave_out` that are none, or take some experts of a projection and not the others."""
+        for index, text in enumerate(self.document.leave_out):
+            where: KeyPath = ("leave_out", index)
+            try:
+                pattern = Pattern(text)
+            except ValueError as error:
+                self.add(where, "pattern", str(error))
+                continue
+            for tensor in self.model.tensors if has_digit(text) else ():
+                if tensor.has_experts and len({pattern.matches(name) for name in tensor.names()}) > 1:
+                    self.add(
+                        where,
+                        "experts",
+                        f"leaves out only some experts of {tensor.name!r}; write {{expert}} or *",
+                    )
+        self.raise_problems()
 
     def _first_match(self, name: str) -> int | None:
         # names that differ in their numbers alone meet the same rules, unless a rule has a number in it

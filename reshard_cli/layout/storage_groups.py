@@ -19,6 +19,7 @@ from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
 from reshard_cli.spec.names import Pattern, expand_braces, fill, has_digit, substitute, template_of
+from reshard_cli.spec.preset import told_left_out
 
 __all__ = ["StorageGroup", "check_groups", "concat_dim", "group_storages", "storage_name"]
 
@@ -109,8 +110,12 @@ def group_storages(
         lacking = [operand for operand in range(wanted[index]) if operand not in found_operands]
         if lacking:
             text = next(p.text for i, o, p in operands if (i, o) == (index, lacking[0]))
-            message = f"no tensor of the model is {fill(text, layer=layer)!r}"
-            add(("storage", index, "concat"), "lacking", message)
+            missing = fill(text, layer=layer)
+            if loaded.leaves_out(missing):
+                beside = tensors[min(found_operands.values())].name
+                add(("leave_out",), "operand", told_left_out(missing, beside, rule.tensor))
+            else:
+                add(("storage", index, "concat"), "lacking", f"no tensor of the model is {missing!r}")
             continue
         chosen = tuple(found_operands[operand] for operand in range(wanted[index]))
         if _fit(index, rule, [tensors[position] for position in chosen], add):

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.located import Located, read_yaml
 
-__all__ = ["StrictDocument", "read_document"]
+__all__ = ["StrictDocument", "read_document", "told_fault"]
 
 
 class StrictDocument(BaseModel):
@@ -118,6 +118,12 @@ def _is_branch(part: int | str, located: Located, loc: tuple[int | str, ...]) ->
         or part in ("str", "int", "_TensorEntry", "_LayerRange", "_LayerPattern", "list")
         or part == "function-after"
     )
+
+
+def told_fault(error: ValidationError, kind: type[BaseModel]) -> tuple[tuple[int | str, ...], str]:
+    """Return the key path and the message of pydantic's first error, for values that come from no file."""
+    item = error.errors()[0]
+    return item["loc"], _message(dict(item), item["loc"], kind)
 
 
 def _message(item: dict[str, Any], path: tuple[int | str, ...], kind: type[BaseModel]) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -31,6 +31,7 @@ __all__ = [
     "StorageRule",
     "TensorRule",
     "check_layout",
+    "leaves_out",
     "read_layout_document",
 ]
 
@@ -115,7 +116,9 @@ class LayoutDocument(StrictDocument):
     engine: str | None = Field(None, description="preset: gives meshes, tensors, storage, pipeline")
     parallel: dict[str, int] = Field({}, description="the engine's sizes, as {tp: 4, pp: 8, ep: 16}")
     options: dict[str, int] = Field({}, description="the engine's other numbers; `layouts ENGINE` lists them")
-    config: dict[str, int] = Field({}, description="over the model's config, for the engine preset")
+    config: dict[str, Annotated[int, Field(ge=0, le=1 << 53)]] = Field(
+        {}, description="over the model's config, for the engine preset"
+    )
     meshes: dict[str, dict[str, int]] = Field({}, description="axes outermost first; product = ranks")
     pipeline: Pipeline | None = None
     tensors: list[TensorRule] = Field([])
@@ -143,12 +146,17 @@ class LoadedLayout:
 
     def leaves_out(self, name: str) -> bool:
         """Say whether the job does not hold the model's tensor of this name (with `{expert}` for any)."""
-        probe = fill(name, expert=0)
-        return any(Pattern(text).matches(probe) for text in self.document.leave_out)
+        return leaves_out(self.document.leave_out, name)
 
     def mesh_of(self, rule: int) -> str:
         """Return the mesh name of a tensor rule: its own, or the document's first."""
         return self.document.tensors[rule].mesh or next(iter(self.meshes))
+
+
+def leaves_out(patterns: Sequence[str], name: str) -> bool:
+    """Say whether one of the patterns fits a tensor's name; of experts all or none do, which a layout checks."""
+    probe = fill(name, expert=0)
+    return any(Pattern(text).matches(probe) for text in patterns)
 
 
 class _Checker:

@@ -19,6 +19,8 @@ __all__ = ["KeyPath", "Located", "key_text", "read_yaml"]
 KeyPath = tuple[str | int, ...]
 _MAX_BYTES = 8 << 20
 _MAX_DEPTH = 32
+_MOST_TOLD = 12  # mistakes of one kind
+_DEEP = f"nested more than {_MAX_DEPTH} deep; no document needs so much"
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
 
 
@@ -61,17 +63,12 @@ def read_yaml(path: Path) -> Located:
         raise DocumentError(problems=[Problem(file, 1, "", f"not UTF-8 text: {error.reason}")]) from error
     except OSError as error:
         raise DocumentError(f"{file}: cannot be read: {error.strerror}") from error
-    loader = yaml.SafeLoader(text)
     problems: list[Problem] = []
     located = Located(file, {})
+    loader = None
     try:
-        aliases = [
-            event for event in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(event, yaml.AliasEvent)
-        ]
-        if aliases:
-            message = "anchors and aliases are not taken; write the value out"
-            lines = [event.start_mark.line + 1 for event in aliases if event.start_mark is not None]
-            raise DocumentError(problems=[Problem(file, line, "", message) for line in lines])
+        _check_events(file, text)
+        loader = yaml.CSafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             where = node.start_mark.line + 1 if node is not None else 1
@@ -80,24 +77,51 @@ def read_yaml(path: Path) -> Located:
         located.value = _plain(loader, node, (), located, problems)
     except yaml.MarkedYAMLError as error:
         marks = [error.problem_mark, error.context_mark]
-        if "stream end" in str(error.problem):
+        if error.problem_mark is not None and error.problem_mark.line >= len(text.splitlines()):
             marks.reverse()  # what was never closed is of more use than where the file ends
         line = next((mark.line + 1 for mark in marks if mark is not None), 1)
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        raise DocumentError(problems=[Problem(file, line, "", f"not YAML: {what}")]) from error
+        message = _DEEP if "nesting depth" in what else f"not YAML: {what}"  # libyaml has a bound of its own
+        raise DocumentError(problems=[Problem(file, line, "", message)]) from error
     except yaml.YAMLError as error:
-        raise DocumentError(problems=[Problem(file, 1, "", f"not YAML: {error}")]) from error
-    except RecursionError as error:
-        raise DocumentError(problems=[Problem(file, 1, "", "nested too deeply")]) from error
+        wrong = yaml.reader.Reader.NON_PRINTABLE.search(text)
+        line = 1 if wrong is None else 1 + text.count("\n", 0, wrong.start())
+        what = str(error).splitlines()[0]
+        raise DocumentError(problems=[Problem(file, line, "", f"not YAML: {what}")]) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if problems:
         raise DocumentError(problems=problems)
     return located
 
 
+def _check_events(file: str, text: str) -> None:
+    """Refuse aliases and deep nesting, before anything is built of the text.
+
+    libyaml reads the events: the scanner in Python takes time that grows with the square of the depth.
+    """
+    depth = 0
+    aliases: list[int] = []
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
+        elif not isinstance(event, yaml.AliasEvent):
+            continue
+        line = event.start_mark.line + 1 if event.start_mark is not None else 1
+        if depth > _MAX_DEPTH:
+            raise DocumentError(problems=[Problem(file, line, "", _DEEP)])
+        if isinstance(event, yaml.AliasEvent) and line not in aliases[-1:]:
+            aliases.append(line)
+    if aliases:
+        message = "anchors and aliases are not taken; write the value out"
+        raise DocumentError(problems=[Problem(file, line, "", message) for line in aliases[:_MOST_TOLD]])
+
+
 def _plain(
-    loader: yaml.SafeLoader,
+    loader: yaml.CSafeLoader,
     node: yaml.Node,
     path: KeyPath,
     located: Located,
@@ -105,9 +129,6 @@ def _plain(
 ) -> Any:
     line = node.start_mark.line + 1
     located.lines.setdefault(path, line)
-    if len(path) > _MAX_DEPTH:
-        problems.append(Problem(located.file, line, key_text(path), "nested too deeply"))
-        return None
     if node.tag not in _TAGS:
         kind = node.tag.rpartition(":")[2]
         message = f"a value of kind {kind!r} is not taken here; quote it if it is text"
@@ -135,6 +156,6 @@ def _plain(
         ]
     try:
         return loader.construct_object(node, deep=True)
-    except ValueError as error:
+    except (ValueError, LookupError) as error:  # a tag written out (`!!bool maybe`) looks its text up
         problems.append(Problem(located.file, line, key_text(path), f"not a value: {error}"))
         return None

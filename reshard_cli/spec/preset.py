@@ -22,16 +22,27 @@ from importlib import resources
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.casts import weight_of_scale
+from reshard_cli.spec.checking import told_fault
 from reshard_cli.spec.expressions import Function, evaluate
-from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout
+from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout, leaves_out
 from reshard_cli.spec.located import KeyPath, Located, key_text
 from reshard_cli.spec.model import LogicalTensor, Model
 from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
+from reshard_cli.spec.stages import stage_layers
 
-__all__ = ["PresetError", "expanded", "preset_about", "preset_names", "preset_text", "with_preset"]
+__all__ = [
+    "PresetError",
+    "expanded",
+    "preset_about",
+    "preset_names",
+    "preset_text",
+    "told_left_out",
+    "with_preset",
+]
 
 _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 _SECTIONS = ("tensors", "storage", "casts")
@@ -117,12 +128,10 @@ class _Expander:
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
         names = {tensor.name for tensor in model.tensors}
-        try:
-            out = [Pattern(text) for text in left_out]
-        except ValueError as error:
-            raise PresetError("leave_out", str(error)) from error
+        self.out: list[LogicalTensor] = []
         for tensor in model.tensors:
-            if any(pattern.matches(tensor.name) for pattern in out):
+            if leaves_out(left_out, tensor.name):
+                self.out.append(tensor)
                 continue
             if weight_of_scale(tensor.name) in names:
                 continue  # block scales are cut and stored as their tensor is
@@ -178,11 +187,13 @@ class _Expander:
 
     def dim(self, pattern: str, dim: int) -> int:
         """Return a size of the first tensor of this name, without its experts."""
-        names = self.fits(pattern)
-        if not names:
+        compiled = Pattern(pattern)
+        fitting = [self.tensors[name] for name in self.fits(pattern)] or [
+            one for one in self.out if compiled.matches(fill(one.name, expert=0))
+        ]
+        if not fitting:
             raise ValueError(f"the model has no tensor {pattern!r}")
-        tensor = self.tensors[names[0]]
-        return tensor.shape[dim + tensor.has_experts]
+        return fitting[0].shape[dim + fitting[0].has_experts]
 
     def fits(self, pattern: str) -> list[str]:
         """Return the kinds of tensors that a pattern takes, by the name of one of each."""
@@ -199,10 +210,10 @@ class _Expander:
             if missing:
                 raise PresetError(
                     "engine",
-                    f"{self.document.engine}: needs {missing[1]} of the model for {what}; write it in the model's "
+                    f"the preset needs {missing[1]} of the model for {what}; write it in the model's "
                     f"config.json or `config`, or here: config: {{{missing[1]}: ...}}",
                 ) from error
-            raise PresetError("engine", f"{self.document.engine}: {what}: {error}") from error
+            raise PresetError("engine", f"the preset's {what}: {error}") from error
 
     def filled(self, value: Any, what: str) -> Any:
         """Return a value with its expressions worked out."""
@@ -222,8 +233,8 @@ class _Expander:
 
     def require(self) -> None:
         for one in self.preset.get("require", []):
-            if not self.number(one["that"], "its requirements"):
-                raise PresetError("parallel", self.filled(one["else"], "its requirements"))
+            if not self.number(one["that"], "requirements"):
+                raise PresetError("parallel", self.filled(one["else"], "requirements"))
 
     def meshes(self) -> dict[str, dict[str, int]]:
         """Return the meshes without axes of one coordinate; equal ones stay apart, as rules name them."""
@@ -264,7 +275,7 @@ class _Expander:
             more = f", nor for {len(unknown) - 1} other kinds" if len(unknown) > 1 else ""
             raise PresetError(
                 "engine",
-                f"{self.document.engine}: has no rule for tensor {unknown[0]!r}{more}: it does not know this family of "
+                f"the preset has no rule for tensor {unknown[0]!r}{more}: it does not know this family of "
                 "models; write rules for them under `tensors`",
             )
         return found
@@ -297,10 +308,13 @@ class _Expander:
         for rule in self.preset.get("storage", []):
             patterns = [one for text in rule.get("concat", []) for one in expand_braces(text)]
             patterns += [rule["rename"]] if "rename" in rule else []
-            if not all(self.fits(pattern) for pattern in patterns):
+            torn = self.torn(patterns)
+            if not (all(self.fits(pattern) for pattern in patterns) or torn):
                 continue
             if not self.wanted(rule, rule["tensor"]):
                 continue
+            if torn:
+                raise PresetError("leave_out", told_left_out(*torn, rule["tensor"]))
             filled = self.filled(
                 {key: one for key, one in rule.items() if key not in ("when", "layers_of")}, rule["tensor"]
             )
@@ -324,10 +338,29 @@ class _Expander:
             found.append(filled)
         return found
 
+    def torn(self, patterns: Sequence[str]) -> tuple[str, str] | None:
+        """Return an operand of a storage that is left out, and one of the same layer that is not."""
+        kept = [(name, layer) for text in patterns for name in self.fits(text) for layer in self.at(name)]
+        for pattern in [Pattern(text) for text in patterns if not self.fits(text)] if kept else []:
+            for one in self.out:
+                beside = next((name for name, layer in kept if layer == one.layer), None)
+                if beside is not None and pattern.matches(fill(one.name, expert=0)):
+                    return one.name, fill(self.templates[beside], layer=one.layer)
+        return None
+
+    def at(self, name: str) -> list[int] | list[None]:
+        """Return the layers that have a tensor of this kind."""
+        return self.layers.get(self.templates[name]) or [None]
+
     def pipeline(self) -> dict[str, Any] | None:
         """Return the stages' layers and the patterns of both ends; None without pipeline parallelism."""
         given = self.preset.get("pipeline")
         num_stages = self.sizes.known.get("pp", 1)
+        own = self.document.pipeline
+        named = 0 if own is None or own.layers is None else len(own.layers)
+        if given is not None and named and named != num_stages and not self.document.meshes:
+            message = f"`layers` names {named} stages, but pp is {num_stages} (`parallel: {{pp: ...}}`)"
+            raise PresetError("pipeline", message)
         if given is None or num_stages == 1:
             return None
         found: dict[str, Any] = {}
@@ -338,43 +371,13 @@ class _Expander:
                 if self.fits(pattern) and (isinstance(one, str) or self.wanted(one, pattern)):
                     found[key].append(pattern)
         num_layers = 1 + max((layer for layers in self.layers.values() for layer in layers), default=-1)
-        own = self.document.pipeline
-        if own is None or own.layers is None:
-            found["layers"] = self.stage_layers(given["rest"], num_layers, num_stages)
+        if not named:
+            ends = [self.sizes.known.get(key, 0) for key in ("first_layers", "last_layers")]
+            try:
+                found["layers"] = stage_layers(given["rest"], num_layers, num_stages, *ends)
+            except ValueError as error:
+                raise PresetError("parallel", str(error)) from error
         return found
-
-    def stage_layers(self, rest: str, num_layers: int, num_stages: int) -> list[int]:
-        """Return the layers of each stage by the engine's rule for layers that do not divide evenly."""
-        if rest == "before_last":
-            # vLLM: the stages before the last get one more each
-            counts = [num_layers // num_stages] * num_stages
-            for nth in range(num_layers % num_stages):
-                counts[-2 - nth] += 1
-            return counts
-        if rest == "last":
-            # SGLang: the last stages get one more each
-            whole, more = divmod(num_layers, num_stages)
-            return [whole + (stage >= num_stages - more) for stage in range(num_stages)]
-        if rest == "with_ends":
-            # torchtitan: what stands before and after the layers counts as one each
-            whole, more = divmod(num_layers + 2, num_stages)
-            counts = [whole + (stage < more) for stage in range(num_stages)]
-            counts[0] -= 1
-            counts[-1] -= 1
-            return counts
-        first = self.sizes.known.get("first_layers", 0)
-        last = self.sizes.known.get("last_layers", 0)
-        inner = num_stages - (first > 0) - (last > 0)
-        left = num_layers - first - last
-        if left < 0 or (inner and left % inner) or (not inner and left):
-            ways = "write pipeline: {layers: [...]}" + (
-                " or options: {first_layers: ..., last_layers: ...}" if rest == "first_last" else ""
-            )
-            raise PresetError(
-                "parallel", f"{num_layers} layers do not split evenly over {num_stages} stages; {ways}"
-            )
-        middle = [left // inner] * inner if inner else []
-        return [first] * (first > 0) + middle + [last] * (last > 0)
 
     def aliases(self) -> dict[str, str]:
         return {
@@ -411,6 +414,14 @@ class _Expander:
         return values
 
 
+def told_left_out(name: str, other: str, storage: str) -> str:
+    """Return what is wrong where a job leaves out one operand of a storage and holds another."""
+    return (
+        f"{name!r} is left out and {other!r} is not, but both lie in the storage {storage!r}; "
+        "leave out all of its operands, or none"
+    )
+
+
 def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
     """Return the document without an engine that says the same. `model`: with the document's own names.
 
@@ -419,6 +430,11 @@ def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
     if document.engine not in preset_names():
         known = ", ".join(preset_names())
         raise PresetError("engine", f"no engine preset is named {document.engine!r}; there are: {known}")
+    try:
+        for text in document.leave_out:
+            Pattern(text)
+    except ValueError as error:
+        raise PresetError("leave_out", str(error)) from error
     left_out = [*document.leave_out, *_Expander(document, model).left_out()]
     values = _Expander(document, model, left_out).document_values()
     if left_out:
@@ -436,7 +452,25 @@ def expanded(document: LayoutDocument, model: Model) -> LayoutDocument:
         "storage",
     ]
     ordered = {key: values[key] for key in [*order, *values] if key in values}
-    return LayoutDocument.model_validate(ordered)
+    try:
+        return LayoutDocument.model_validate(ordered)
+    except ValidationError as error:
+        # the document was checked before: a size of the model's config makes a rule that cannot be
+        path, message = told_fault(error, LayoutDocument)
+        told = _rule_text(ordered, path)
+        raise PresetError(
+            "engine", f"{told}: {message}; the sizes of the model's config are wrong"
+        ) from error
+
+
+def _rule_text(values: Mapping[str, Any], path: KeyPath) -> str:
+    """Return which of a preset's rules a path is in, and where in it, as people would say it."""
+    where = key_text(path[2:])
+    name = str(path[1])
+    if isinstance(path[1], int):
+        rule = values[str(path[0])][path[1]]
+        name = repr(rule.get("match") or rule.get("tensor"))
+    return f"the preset's {path[0]} {name}{f' ({where})' if where else ''}"
 
 
 class _PresetLocated(Located):
@@ -444,12 +478,7 @@ class _PresetLocated(Located):
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         if len(path) > 1 and path[0] in ("meshes", "pipeline", *_SECTIONS) and path[:2] not in self.lines:
-            where = key_text(path[2:])
-            rule = self.value[str(path[0])]
-            name = str(path[1])
-            if isinstance(path[1], int):
-                name = repr(rule[path[1]].get("match") or rule[path[1]].get("tensor"))
-            told = f"the preset's {path[0]} {name}{f' ({where})' if where else ''}: {message}"
+            told = f"{_rule_text(self.value, path)}: {message}"
             return Problem(self.file, self.line(("engine",)), "engine", told)
         return Located.problem(self, path, message)
 

@@ -170,6 +170,21 @@ def test_an_edge_inside_a_block_is_refused_with_the_reason(tmp_path):
     assert "route: broadcast" in text
 
 
+def test_an_explicit_piece_that_ends_inside_a_block_is_refused_at_its_line(tmp_path):
+    pieces = [((0, 128), 0), ((200, 256), 0), ((128, 200), 1)]
+    destination = {
+        "ranks": 2,
+        "tensors": [{"match": "*", "cast": "blockwise(float8_e4m3fn, 128)"}],
+        "pieces": [
+            {"tensor": "a.weight", "rank": rank, "box": [list(rows), [0, 128]]} for rows, rank in pieces
+        ],
+    }
+    with pytest.raises(DocumentError) as caught:
+        matrix_jobs(tmp_path, (256, 128), place(1, "shard(0)"), destination)
+    (problem,) = caught.value.problems
+    assert problem.key == "pieces[1].box"
+
+
 def test_values_without_their_scales_are_refused(tmp_path):
     tensors = {"a.weight": ((256, 128), "float8_e4m3fn"), "a.weight_scale_inv": ((2, 1), "float32")}
     jobs = make_jobs(
@@ -197,6 +212,30 @@ def test_a_vector_has_no_blocks(tmp_path):
     cast = place(1, "shard(0)", cast="blockwise(float8_e4m3fn, 4)")
     with pytest.raises(DocumentError, match="fewer than two dims"):
         make_jobs(tmp_path, model_document({"a": ((8,), "bfloat16")}), place(1, "shard(0)"), cast)
+
+
+@pytest.mark.parametrize("match", ["*_scale_inv", "a.weight_scale_inv"])
+def test_a_rule_for_scales_that_a_cast_makes_is_refused_at_its_line(tmp_path, match):
+    destination = {
+        "ranks": 1,
+        "tensors": [{"match": match}, {"match": "*", "cast": "blockwise(float8_e4m3fn, 128)"}],
+    }
+    with pytest.raises(DocumentError) as caught:
+        matrix_jobs(tmp_path, (256, 128), place(1, "shard(0)"), destination)
+    (problem,) = caught.value.problems
+    assert problem.key == "tensors[0].match"
+    assert "are the scales that the cast of 'a.weight' makes" in problem.message
+
+
+def test_a_rule_for_scales_that_the_model_has_places_them(tmp_path):
+    tensors = {"a.weight": ((256, 128), "float8_e4m3fn"), "a.weight_scale_inv": ((2, 1), "float32")}
+    destination = place(2, "shard(0)")
+    destination["tensors"].insert(0, {"match": "*_scale_inv"})
+    jobs = make_jobs(tmp_path, model_document(tensors), place(1, "shard(0)"), destination)
+    shapes = [
+        jobs.destination.geometries[one.geometry].local_shape.tolist() for one in jobs.destination.tensors
+    ]
+    assert shapes == [[[128, 128], [128, 128]], [[2, 1], [2, 1]]]
 
 
 @st.composite

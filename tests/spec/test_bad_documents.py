@@ -100,6 +100,14 @@ LAYOUTS = {
     "operand that is missing": (
         HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.{layer}.{q,gone}.weight'] #!\n",
         "no tensor of the model is 'layers.0.gone.weight' (and 3 more tensors)"),
+    "operand that is left out": (
+        HEAD + REST + f"leave_out: ['layers.1.q.weight'] #!\nstorage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n",
+        "'layers.1.q.weight' is left out and 'layers.1.k.weight' is not, but both lie in the storage 'x.{layer}'"),
+    "some experts left out": (
+        HEAD + REST + "leave_out: ['*.experts.{1,2}.up.weight'] #!\n",
+        "leaves out only some experts of 'layers.0.experts.{expert}.up.weight'"),
+    "rule for an expert in the middle": (
+        HEAD + "tensors:\n  - match: 'layers.{layer}.experts.2.*' #!\n  - match: '*'\n", "matches only some experts"),
     "operand with a star": (HEAD + REST + "storage:\n  - tensor: x\n    concat: ['layers.*'] #!\n", "named in full"),
     "operands that differ in another dim": (
         HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    dim: 1\n    {QKV} #!\n", "differ in another dim than 1"),
@@ -155,6 +163,20 @@ LAYOUTS = {
     "key twice": (HEAD + REST + "domain: 8\ndomain: 4 #!\n", "key 'domain' stands twice"),
     "anchor": (HEAD + "tensors:\n  - &a {match: '*'}\n  - *a #!\n", "anchors and aliases are not taken"),
     "tag that would execute": (HEAD + REST + "dtype: !!python/object/apply:os.system ['true'] #!\n", "is not taken here"),
+    "many aliases": (
+        "name: &a t\nranks: 1\ntensors: [*a, *a, *a] #!\nstorage: [*a]\n", "anchors and aliases are not taken"),
+    "brackets without end": (HEAD + f"tensors: {'[' * 6000} #!\n", "nested more than 32 deep"),
+    "braces without end": (HEAD + f"tensors: {'{a: ' * 6000} #!\n", "nested more than 32 deep"),
+    "brackets that are closed": (HEAD + f"tensors: {'[' * 40}{']' * 40} #!\n", "nested more than 32 deep"),
+    "dashes without end": (HEAD + f"tensors:\n  {'- ' * 6000} #!\n", "nested more than 32 deep"),
+    "keys without end": (HEAD + f"tensors:\n  {'? ' * 6000} #!\n", "nested more than 32 deep"),
+    "indents without end": (
+        HEAD + "".join(f"{' ' * depth}a:{' #!' * (depth == 32)}\n" for depth in range(600)),
+        "nested more than 32 deep"),
+    "tag that its text does not fit": (HEAD + REST + "dtype: !!bool maybe #!\n", "not a value: 'maybe'"),
+    "number without digits": (HEAD + REST + "domain: !!int '' #!\n", "not a value"),
+    "number of more digits than any": (HEAD + REST + f"domain: {'9' * 5000} #!\n", "not a value"),
+    "control character": (HEAD + REST + "dtype: a\0b #!\n", "control characters are not allowed"),
     "date for a name": ("name: 2026-12-01 #!\nranks: 1\n" + REST, "quote it if it is text"),
     "not YAML": (HEAD + "tensors: [{match: '*'} #!\n", "not YAML"),
     "tab": (HEAD + "tensors:\n\t- match: '*' #!\n", "not YAML"),
@@ -289,3 +311,14 @@ def test_a_wrong_flag_ends_with_two(written, flags):
     done = run_cli("plan", source, destination, "--model", model, *flags)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "1e300"])
+def test_staging_that_is_no_amount_of_memory_is_refused_with_its_value(written, number):
+    source, destination, model = written()
+    done = run_cli("plan", source, destination, "--model", model, f"--staging={number}")
+    assert done.returncode == 2
+    words = " ".join(done.stderr.split())
+    assert (
+        f"--staging: must be a number of MiB, more than 0 and less than 2**40, not {float(number):g}" in words
+    )
