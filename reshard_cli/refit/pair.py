@@ -79,6 +79,7 @@ class Pair:
         self.compared = self.compared_by_all = 0  # elements; the second is known on rank 0
         self.extra = plan.extra
         self.own: Iteration | None = None  # what the last refit was on this rank alone
+        self._refits = 0
         self.state_dict = ""
         self.peak = 0
         self._schedule: RankSchedule | None = None
@@ -121,6 +122,7 @@ class Pair:
         Raises TransferError, WeightsError, VerifyError: then the version was not committed, unless the
         destination's end says that it is there (the loss of a rank was seen after that).
         """
+        self._refits += 1  # names what is left for others: a version may come again
         clock = Clock(self.control)
         began = time.perf_counter()
         try:
@@ -205,13 +207,13 @@ class Pair:
 
     def _verify_by_sums(self, version: int) -> None:
         if self._source is not None and self.source_rank is not None:
-            self.control.post(f"sums/{version}", source_sums(self.plan, self.source_rank, self._source))
+            self.control.post(f"sums/{self._refits}", source_sums(self.plan, self.source_rank, self._source))
         destination = self._destination
         if destination is None or self.destination_rank is None:
             return
         told: dict[int, dict[str, int]] = {}
         for rank, world in enumerate(self.plan.topology.source.tolist()):
-            everybody = self.control.read(f"sums/{version}", world, "verifying")
+            everybody = self.control.read(f"sums/{self._refits}", world, "verifying")
             told[rank] = everybody.get(str(self.destination_rank), {})
         held, storage_of = StorageWindows(), {}
         landing = destination.landing
