@@ -7,7 +7,7 @@ it holds whole. Both say when the memory behind them has changed, as what was pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from reshard_cli.errors import TransferError
+from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.refit.endpoints import Destination, open_source
@@ -33,6 +34,19 @@ __all__ = [
     "OriginEnd",
     "SourceEnd",
 ]
+
+
+class _Storages:
+    """A rank's storages, worked out once for each layout, and not at every refit."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[RankStorage]] = {}
+
+    def of(self, layout: JobLayout, rank: int) -> list[RankStorage]:
+        key = (layout.digest, rank)
+        if key not in self._known:
+            self._known[key] = rank_storages(layout, rank)
+        return self._known[key]
 
 
 class SourceEnd(Protocol):
@@ -64,6 +78,7 @@ class OriginEnd:
     origin_of: Callable[[int], str]
     allow_extra: bool
     trust: bool = False
+    _opened: tuple[Plan, object, Source] | None = field(default=None, init=False)
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
         return self._open(plan, ranks, version)[1]
@@ -78,11 +93,14 @@ class OriginEnd:
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
         origin = self.origin_of(version)
-        found, _ = self._open(plan, [rank], version)
         if origin == "synthetic":
-            return found, origin  # its values are made when asked for: no view of them is kept
+            # its values are made when asked for: no view of them is kept
+            return self._open(plan, [rank], version)[0], origin
         files = [(path.name, path.stat()) for path in sorted(Path(origin).iterdir())]
-        return found, (origin, *((name, one.st_ino, one.st_mtime_ns) for name, one in files))
+        place = (origin, *((name, one.st_ino, one.st_mtime_ns) for name, one in files))
+        if self._opened is None or self._opened[0] is not plan or self._opened[1] != place:
+            self._opened = (plan, place, self._open(plan, [rank], version)[0])
+        return self._opened[2], place
 
     def truth(self, plan: Plan, version: int) -> Source | None:
         ranks = list(range(plan.source.num_ranks))
@@ -96,11 +114,14 @@ class LiveSourceEnd:
         self._live, self._allow_extra = live, allow_extra
         self._snapshot: dict[str, Tensor] | None = None
         self._taken: dict[str, Tensor] | None = None
+        self._storages = _Storages()
+        self._place: object = None
+        self._windows = StorageWindows()
 
     def _held(self, plan: Plan, rank: int) -> dict[str, Tensor]:
         live = self._live if self._taken is None else LiveTensors(self._taken)
         who = f"{plan.source.name} {rank}"
-        return live.held(who, rank_storages(plan.source, rank), allow_extra=self._allow_extra)
+        return live.held(who, self._storages.of(plan.source, rank), allow_extra=self._allow_extra)
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
         held = [self._held(plan, rank) for rank in ranks]
@@ -120,10 +141,12 @@ class LiveSourceEnd:
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
         tensors = self._held(plan, rank)
-        windows = StorageWindows()
-        windows.add(rank_storages(plan.source, rank), tensors)
+        place = place_of(tensors)
+        if place != self._place:
+            self._place, self._windows = place, StorageWindows()
+            self._windows.add(self._storages.of(plan.source, rank), tensors)
         made = made_of(plan.pairs, at=["sender"])
-        return (QuantisingSource(windows, made) if made else windows), place_of(tensors)
+        return (QuantisingSource(self._windows, made) if made else self._windows), place
 
     def truth(self, plan: Plan, version: int) -> Source | None:
         return None
@@ -255,37 +278,42 @@ class LiveEnd:
         self._tensors: dict[str, Tensor] = {}
         self._shadow: Destination | None = None
         self._filled: Destination | None = None
+        self._storages = _Storages()
         self._handed: dict[str, Tensor] = {}  # what the engine's own loader takes
         self._who, self._rank = "", 0
 
     def check(self, plan: Plan, rank: int) -> None:
-        self._bound(plan, rank, torch.device("meta"))
-        self._handed.clear()
+        self._held(plan, rank, self._for_loader(plan, rank))
 
-    def _bound(self, plan: Plan, rank: int, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors to be filled: the engine's, and those that are made here for its loader."""
-        storages = rank_storages(plan.destination, rank)
-        handed: list[RankStorage] = []
-        if self._hooks.load_weights is not None:
-            whole = {pair.name for pair in plan.pairs if pair.asked_route == "broadcast"}
-            have = self._live.now()
-            handed = [
-                one
-                for one in storages
-                if one.name not in have and all(window.tensor in whole for window in one.windows)
-            ]
-        for one in handed:
-            if one.name not in self._handed:
-                dtype = torch_dtype(one.dtype)
-                self._handed[one.name] = torch.zeros(one.shape, dtype=dtype, device=device)
-        own = [one for one in storages if one.name not in self._handed]
-        held = self._live.held(f"{plan.destination.name} {rank}", own, allow_extra=self._allow_extra)
-        return held | self._handed
+    def _for_loader(self, plan: Plan, rank: int) -> list[RankStorage]:
+        """Return the storages that the engine does not have by name, and that its own loader takes."""
+        if self._hooks.load_weights is None:
+            return []
+        whole = {pair.name for pair in plan.pairs if pair.asked_route == "broadcast"}
+        have = self._live.now()
+        return [
+            one
+            for one in self._storages.of(plan.destination, rank)
+            if one.name not in have and all(window.tensor in whole for window in one.windows)
+        ]
+
+    def _held(self, plan: Plan, rank: int, for_loader: list[RankStorage]) -> dict[str, Tensor]:
+        """Return the engine's own tensors, held against the documents."""
+        others = {one.name for one in for_loader}
+        own = [one for one in self._storages.of(plan.destination, rank) if one.name not in others]
+        return self._live.held(f"{plan.destination.name} {rank}", own, allow_extra=self._allow_extra)
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
-        storages = rank_storages(plan.destination, rank)
+        storages = self._storages.of(plan.destination, rank)
         self._who, self._rank = f"{plan.destination.name} {rank}", int(plan.topology.destination[rank])
-        self._tensors = self._bound(plan, rank, device)
+        for_loader = self._for_loader(plan, rank)
+        self._handed = {
+            one.name: self._handed[one.name]
+            if one.name in self._handed
+            else torch.zeros(one.shape, dtype=torch_dtype(one.dtype), device=device)
+            for one in for_loader
+        }
+        self._tensors = self._held(plan, rank, for_loader) | self._handed
         if self._double:
             if self._shadow is None:
                 self._shadow = Destination.create(plan, rank, None, version, device)
