@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError, WeightsError
 
 if TYPE_CHECKING:
-    from reshard_cli.refit.documents import Layout
     from reshard_cli.refit.library import Handle, Session, join
+    from reshard_cli.weights.live_layout import Layout
 
 __all__ = [
     "DocumentError",
@@ -28,7 +28,12 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_LATER = {"join": "library", "Session": "library", "Handle": "library", "Layout": "documents"}
+_LATER = {
+    "join": "refit.library",
+    "Session": "refit.library",
+    "Handle": "refit.library",
+    "Layout": "weights.live_layout",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -36,5 +41,5 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         import importlib
 
-        return getattr(importlib.import_module(f"reshard_cli.refit.{_LATER[name]}"), name)
+        return getattr(importlib.import_module(f"reshard_cli.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,7 +44,7 @@ from reshard_cli.cli.flags import (
     VerifyFlag,
     WatchFlag,
 )
-from reshard_cli.errors import ReshardError
+from reshard_cli.errors import DocumentError, ReshardError
 
 __all__ = ["app", "main"]
 
@@ -135,6 +135,10 @@ def refit(
     from reshard_cli.cli.telling import Telling
     from reshard_cli.refit.prepare import RefitOptions
 
+    if watch is not None and origin != "synthetic":
+        raise DocumentError("--watch: its folders are the sources; leave --from out")
+    if watch is not None and role == RoleName.destination:
+        raise DocumentError("--watch: the source watches; leave it out on the destination")
     endless = watch is not None or (join is not None and role == RoleName.destination)
     options = RefitOptions(
         source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,

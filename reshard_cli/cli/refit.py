@@ -9,7 +9,6 @@ from pathlib import Path
 
 from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
-from reshard_cli.errors import DocumentError
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.spec.headers import is_rank_folder
 
@@ -26,8 +25,6 @@ def run_refit(options: RefitOptions, *, json_file: str | None, telling: Telling,
         telling.check()
         parse_domain(options.domain)
         folder = Path(options.origin)
-        if options.watch is not None and options.origin != "synthetic":
-            raise DocumentError("--watch: its folders are the sources; leave --from out")
         # rank files have an engine's storages and names; only a checkpoint's are the model's
         checkpoint = options.origin != "synthetic" and folder.is_dir() and not is_rank_folder(folder)
         fallback = folder if checkpoint else None

@@ -1,4 +1,4 @@
-"""A job's layout as it travels to a job that has no file of it, and the layout of a job that only a program describes."""
+"""A job's layout, read from its document or its program, and as it travels to a job that has neither."""
 
 from __future__ import annotations
 
@@ -13,34 +13,10 @@ from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.layout.job import JobLayout, build_layout
 from reshard_cli.refit.prepare import model_path
 from reshard_cli.spec.layout_document import read_layout_document
-from reshard_cli.spec.model import Model
 from reshard_cli.spec.model_document import model_document_text, read_model
+from reshard_cli.weights.live_layout import Layout
 
-__all__ = ["Described", "Layout", "described", "of_note"]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A layout document and the model it is of, without files: what a program knows about its own job."""
-
-    document: dict[str, Any]
-    model: Model
-
-    @classmethod
-    def of(cls, state_dict: dict[str, Any], *, name: str = "train", domain: int = 8) -> Layout:
-        """Return the layout of a live FSDP2, tensor-parallel or torchtitan model, from its DTensors.
-
-        Every rank of the job gets the same one, without asking the others. `domain`: ranks per NVLink domain.
-        Raises WeightsError where placements have no layout.
-        """
-        from reshard_cli.weights.live_layout import layout_of_state_dict
-
-        live = layout_of_state_dict(state_dict, name=name, domain=domain)
-        return cls({key: value for key, value in live.layout.items() if key != "model"}, live.model)
-
-    def to_yaml(self) -> str:
-        """Return the layout document as text."""
-        return yaml.safe_dump(self.document, sort_keys=False, width=110)
+__all__ = ["Described", "described", "of_note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +39,9 @@ def described(
     Its model is `model`, else what the document names, else `fallback`; `trust`: it may be a DCP folder.
     """
     if isinstance(given, Layout):
-        note = {"layout": given.document, "model": model_document_text(given.model, "model")}
-        return Described(of_note(note, str(given.document.get("name", "layout"))), note)
+        document = {key: value for key, value in given.layout.items() if key != "model"}
+        note = {"layout": document, "model": given.model_text()}
+        return Described(of_note(note, str(document["name"])), note)
     loaded = read_layout_document(Path(given))
     path = model_path(loaded, model) or fallback
     if path is None:

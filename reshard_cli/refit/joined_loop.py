@@ -7,26 +7,25 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from reshard_cli.errors import ReshardError, TransferError
-from reshard_cli.plan.build import Plan
 from reshard_cli.refit.documents import Described
 from reshard_cli.refit.ends import DestinationEnd
-from reshard_cli.refit.environment import describe_environment
 from reshard_cli.refit.failing import wrapped
 from reshard_cli.refit.joined import Membership
 from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource
-from reshard_cli.refit.pair import Iteration
+from reshard_cli.refit.pair import Iteration, Pair
 from reshard_cli.refit.prepare import RefitOptions
-from reshard_cli.refit.session import RefitReport, casts_of, keep, open_destination, open_source_end
+from reshard_cli.refit.session import RefitReport, keep, open_destination, open_source_end, report_of
 from reshard_cli.refit.stopping import Stop
 from reshard_cli.refit.turns import Turn, next_turn
 from reshard_cli.weights.live import LiveEndpoint
 from reshard_cli.weights.watching import Watched
 
 __all__ = ["JoinedRun", "RefitOfLoop", "run_joined"]
+
+_WORLD = {"colocated": False, "joined": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class _SourceLoop:
         self, member: Membership, options: RefitOptions, own: Described, accepted: list[Described],
         run: JoinedRun,
     ) -> None:  # fmt: skip
-        self._options, self._run, self._own = options, run, own
+        self._options, self._run = options, run
         self._turn = Turn(1)
         self._watched = None if options.watch is None else Watched(options.watch)
         end, self._trainer = open_source_end(options, self._origin)
@@ -123,7 +122,7 @@ class _SourceLoop:
     def run(self, stop: Stop) -> RefitReport | None:
         """Send version after version; return the report on rank 0."""
         iterations: list[Iteration] = []
-        plan: Plan | None = None
+        pair: Pair | None = None
         done = 0
         while self._next(done, stop):
             if self._trainer is not None:
@@ -147,16 +146,15 @@ class _SourceLoop:
                     if not self._run.rejoin:
                         raise one.error
                     self._run.on_note(f"version {one.version} did not reach {one.job}: {one.error}")
-            plan = next((one.pair.plan for one in self.joined.sessions.values()), plan)
+            pair = next((one.pair for one in self.joined.sessions.values()), pair)
         if self._trainer is not None:
             self._trainer.close()
-        if not self._first or plan is None:
+        if not self._first or pair is None:
             return None
         sessions = [one.pair for one in self.joined.sessions.values()]
-        backend = sessions[0].setup["backend"] if sessions else self._options.backend
-        return _report(
-            self._options, plan, iterations, backend, max((one.peak for one in sessions), default=0),
-            sum(one.compared_by_all for one in sessions),
+        return report_of(
+            pair, iterations, _WORLD, peak=max((one.peak for one in sessions), default=0),
+            compared=sum(one.compared_by_all for one in sessions), extra=pair.extra,
         )  # fmt: skip
 
     def _next(self, done: int, stop: Stop) -> bool:
@@ -172,7 +170,7 @@ class _DestinationLoop:
         self, member: Membership, options: RefitOptions, source: Described, own: Described, run: JoinedRun,
         undo: list[Callable[[], None]],
     ) -> None:  # fmt: skip
-        self._options, self._run, self._own, self._source = options, run, own, source
+        self._options, self._run = options, run
         self._engine: LiveEndpoint | None = None
 
         def end(token: str) -> DestinationEnd:
@@ -217,21 +215,4 @@ class _DestinationLoop:
         if everybody is None:
             return None
         peak, compared = max(one[0] for one in everybody), sum(one[1] for one in everybody)
-        return _report(self._options, pair.plan, iterations, pair.setup["backend"], peak, compared)
-
-
-def _report(
-    options: RefitOptions, plan: Plan, iterations: list[Iteration], backend: str, peak: int, compared: int
-) -> RefitReport:
-    world: dict[str, Any] = {
-        "ranks": plan.topology.num_ranks,
-        "source": {"name": plan.source.name, "ranks": plan.source.num_ranks},
-        "destination": {"name": plan.destination.name, "ranks": plan.destination.num_ranks},
-        "colocated": False,
-        "joined": True,
-    }
-    return RefitReport(
-        world=world, backend=backend, mode=plan.mode, digest=plan.digest, iterations=iterations,
-        verified=True if options.verify else None, verified_elements=compared, peak_staging_bytes=peak,
-        environment=describe_environment(backend), casts=casts_of(plan), extra=plan.extra, state_dict="",
-    )  # fmt: skip
+        return report_of(pair, iterations, _WORLD, peak=peak, compared=compared, extra=pair.extra)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.plan.routes import Mode
-from reshard_cli.refit.documents import Described, Layout, described
+from reshard_cli.refit.documents import Described, described
 from reshard_cli.refit.ends import LiveEnd, LiveSourceEnd
 from reshard_cli.refit.joined import Membership
 from reshard_cli.refit.joined_destination import JoinedDestination
@@ -32,6 +32,7 @@ from reshard_cli.refit.joined_source import JoinedSource, RefitOfJob
 from reshard_cli.refit.prepare import RefitOptions
 from reshard_cli.transport.gate_client import parse_address
 from reshard_cli.weights.live import Bindable, Hooks, LiveTensors
+from reshard_cli.weights.live_layout import Layout
 
 __all__ = ["Handle", "Session", "identity_of_job", "join", "place_in_job"]
 

@@ -36,10 +36,10 @@ from reshard_cli.weights.watching import Watched
 __all__ = [
     "Iteration",
     "RefitReport",
-    "casts_of",
     "keep",
     "open_destination",
     "open_source_end",
+    "report_of",
     "run_rank",
 ]
 
@@ -196,30 +196,39 @@ class _Loop:
         return turn is not None
 
     def _report(self, iterations: list[Iteration]) -> RefitReport | None:
-        pair, plan = self.pair, self.plan
+        pair = self.pair
         everybody = self.control.gather("totals", [pair.peak, pair.compared, pair.extra], "reporting")
         if everybody is None:
             return None
-        return RefitReport(
-            world={
-                "ranks": self.control.num_ranks,
-                "source": {"name": plan.source.name, "ranks": plan.source.num_ranks},
-                "destination": {"name": plan.destination.name, "ranks": plan.destination.num_ranks},
-                "colocated": self.options.colocated,
-                "hosts": self.setup["hosts"],
-            },
-            backend=self.setup["backend"],
-            mode=plan.mode,
-            digest=plan.digest,
-            iterations=iterations,
-            verified=True if self.options.verify else None,
-            verified_elements=sum(one[1] for one in everybody),
-            peak_staging_bytes=max(one[0] for one in everybody),
-            environment=describe_environment(self.setup["backend"]),
-            casts=casts_of(plan),
+        return report_of(
+            pair, iterations, {"colocated": self.options.colocated, "hosts": self.setup["hosts"]},
+            peak=max(one[0] for one in everybody), compared=sum(one[1] for one in everybody),
             extra=sorted({name for one in everybody for name in one[2]}),
-            state_dict=pair.state_dict,
-        )
+        )  # fmt: skip
+
+
+def report_of(
+    pair: Pair,
+    iterations: list[Iteration],
+    world: dict[str, Any],
+    *,
+    peak: int,
+    compared: int,
+    extra: list[str],
+) -> RefitReport:
+    """Return the report of refits between two jobs. `world`: what there is to say of it beside the jobs."""
+    plan, backend = pair.plan, pair.setup["backend"]
+    jobs = {
+        "ranks": plan.topology.num_ranks,
+        "source": {"name": plan.source.name, "ranks": plan.source.num_ranks},
+        "destination": {"name": plan.destination.name, "ranks": plan.destination.num_ranks},
+    }
+    return RefitReport(
+        world=jobs | world, backend=backend, mode=plan.mode, digest=plan.digest, iterations=iterations,
+        verified=True if pair.options.verify else None, verified_elements=compared, peak_staging_bytes=peak,
+        environment=describe_environment(backend), casts=_casts_of(plan), extra=extra,
+        state_dict=pair.state_dict,
+    )  # fmt: skip
 
 
 def keep(iterations: list[Iteration], one: Iteration) -> None:
@@ -229,7 +238,7 @@ def keep(iterations: list[Iteration], one: Iteration) -> None:
         del iterations[0]
 
 
-def casts_of(plan: Plan) -> list[str]:
+def _casts_of(plan: Plan) -> list[str]:
     """Return the casts of a plan, as `float32 -> bfloat16`."""
     pairs = [(pair.source_dtype, pair.destination_dtype) for pair in plan.pairs]
     return sorted({f"{one} -> {other}" for one, other in pairs if one != other})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from reshard_cli.report.page_bench import (
     repeat_chart,
     sweep_chart,
 )
-from reshard_cli.report.page_style import STYLE
+from reshard_cli.report.page_document import page_document, page_text
 from reshard_cli.report.page_svg import Drawing, seconds_text
 from reshard_cli.report.terminal import bytes_text
 
@@ -69,8 +68,7 @@ svg .counted { fill: var(--bar); }
 def bench_page(report: dict[str, Any]) -> str:
     """Return the page of a bench; `report` is the bench's own, from `bench_report`."""
     world = report["world"]
-    title = _text(f"Refit bench: {world['source']['name']} → {world['destination']['name']}")
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    title = page_text(f"Refit bench: {world['source']['name']} → {world['destination']['name']}")
     parts = [_header(report)]
     if report["modes"]:
         parts += [_tiles(report), _modes_table(report), *_pictures(report)]
@@ -80,43 +78,25 @@ def bench_page(report: dict[str, Any]) -> str:
         parts.append(_scaled(report["scaled"]))
     parts.append(_environment(report))
     body = "\n".join(parts)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{STYLE}{_STYLE}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _text(value: object) -> str:
-    """Return a value as HTML text; half a surrogate pair, which no file can hold, becomes a question mark."""
-    return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
+    return page_document(title, f"<main>\n{body}\n</main>", style=_STYLE)
 
 
 def _section(title: str, note: str, *content: str) -> str:
     inner = "\n".join(content)
-    return f'<section>\n<h2>{_text(title)}</h2>\n<p class="note">{_text(note)}</p>\n{inner}\n</section>'
+    return (
+        f'<section>\n<h2>{page_text(title)}</h2>\n<p class="note">{page_text(note)}</p>\n{inner}\n</section>'
+    )
 
 
 def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """Return a table; heads: (text, whether it is a column of numbers)."""
     kinds = [' class="number"' if number else "" for _, number in heads]
     head = "".join(
-        f'<th scope="col"{kind}>{_text(text)}</th>' for (text, _), kind in zip(heads, kinds, strict=True)
+        f'<th scope="col"{kind}>{page_text(text)}</th>' for (text, _), kind in zip(heads, kinds, strict=True)
     )
     lines = [
         "<tr>"
-        + "".join(f"<td{one}>{_text(cell)}</td>" for cell, one in zip(row, kinds, strict=True))
+        + "".join(f"<td{one}>{page_text(cell)}</td>" for cell, one in zip(row, kinds, strict=True))
         + "</tr>"
         for row in rows
     ]
@@ -126,7 +106,7 @@ def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]], kin
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> str:
-    listed = "\n".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
+    listed = "\n".join(f"<dt>{page_text(name)}</dt><dd>{page_text(value)}</dd>" for name, value in rows)
     return f"<dl>\n{listed}\n</dl>"
 
 
@@ -147,9 +127,9 @@ def _header(report: dict[str, Any]) -> str:
         else f" Both jobs were scaled down by {report['scaled']['factor']:g}; see below."
     )
     return (
-        f"<h1>{_text(source['name'])} → {_text(destination['name'])}</h1>\n"
-        f'<p class="muted">Measured refits of {_text(what)}, synthetic weights in memory, {source["ranks"]:,} → '
-        f"{destination['ranks']:,} ranks {_text(_where(report))}, {_text(report['backend'])}.{_text(smaller)}</p>"
+        f"<h1>{page_text(source['name'])} → {page_text(destination['name'])}</h1>\n"
+        f'<p class="muted">Measured refits of {page_text(what)}, synthetic weights in memory, {source["ranks"]:,} → '
+        f"{destination['ranks']:,} ranks {page_text(_where(report))}, {page_text(report['backend'])}.{page_text(smaller)}</p>"
     )
 
 
@@ -177,8 +157,8 @@ def _tiles(report: dict[str, Any]) -> str:
         ]),
     ]  # fmt: skip
     made = [
-        f'<div class="tile"><h2>{_text(title)}</h2><strong>{_text(value)}</strong>'
-        + "".join(f'<p class="muted">{_text(line)}</p>' for line in lines if line)
+        f'<div class="tile"><h2>{page_text(title)}</h2><strong>{page_text(value)}</strong>'
+        + "".join(f'<p class="muted">{page_text(line)}</p>' for line in lines if line)
         + "</div>"
         for title, value, lines in tiles
     ]
@@ -272,13 +252,14 @@ def _mode_keys(modes: Sequence[dict[str, Any]]) -> str:
     for one in modes:
         drawing, hue = Drawing(14, 14, one["mode"]), hue_of(one["mode"])
         drawing.mark(7, 7, hue, f"mark mode-{hue}", size=5)
-        keys.append(f"<li>{drawing.svg()}{_text(one['mode'])}</li>")
+        keys.append(f"<li>{drawing.svg()}{page_text(one['mode'])}</li>")
     return f'<ul class="keys">{"".join(keys)}</ul>'
 
 
 def _phase_keys(names: Sequence[str]) -> str:
     keys = [
-        f'<li><span class="key phase-{index}"></span>{_text(name)}</li>' for index, name in enumerate(names)
+        f'<li><span class="key phase-{index}"></span>{page_text(name)}</li>'
+        for index, name in enumerate(names)
     ]
     return f'<ul class="keys">{"".join(keys)}</ul>'
 
@@ -287,7 +268,7 @@ def _sweep(report: dict[str, Any]) -> str:
     sweep = report["sweep"]
     measured = [size for size in sweep if size["modes"]]
     told = [f"{size['bytes']:,} bytes: left out, {size['skipped']}" for size in sweep if size["skipped"]]
-    left_out = "".join(f'<p class="note">{_text(line)}</p>' for line in told)
+    left_out = "".join(f'<p class="note">{page_text(line)}</p>' for line in told)
     note = (
         "One tensor, its rows over the source's ranks, its columns over the destination's. The time is the slowest rank's "
         "for several refits back to back, over their number; bars are 95 % intervals, the dashed line is the network's limit, "

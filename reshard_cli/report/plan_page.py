@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import re
 from collections.abc import Iterable
@@ -12,8 +11,8 @@ from typing import Any
 
 from reshard_cli.plan.build import Plan
 from reshard_cli.refit.prepare import Jobs
+from reshard_cli.report.page_document import page_document, page_text
 from reshard_cli.report.page_script import SCRIPT
-from reshard_cli.report.page_style import STYLE
 from reshard_cli.report.page_tensors import tensor_rows
 from reshard_cli.report.page_traffic import NameOf, load_data, matrix_data, rounds_data
 from reshard_cli.report.terminal import broadcast_facts, bytes_text
@@ -27,21 +26,10 @@ def plan_page(report: dict[str, Any], plan: Plan, jobs: Jobs, colocated: bool) -
     def name_of(rank: int) -> str:
         return jobs.name_of(rank, colocated)
 
-    title = _text(f"Refit plan: {report['source']['name']} → {report['destination']['name']}")
+    title = page_text(f"Refit plan: {report['source']['name']} → {report['destination']['name']}")
     # only this very script may run, and nothing may be fetched: a second lock behind the escaping
     allowed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
+    body = f"""<main>
 {_header(report)}
 {_tiles(report, name_of)}
 {_facts(report)}
@@ -52,10 +40,8 @@ def plan_page(report: dict[str, Any], plan: Plan, jobs: Jobs, colocated: bool) -
 </main>
 <div id="tip" role="status" hidden></div>
 <script type="application/json" id="page-data">{_json(page_data(plan, name_of))}</script>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+<script>{SCRIPT}</script>"""
+    return page_document(title, body, scripts=f"; script-src 'sha256-{allowed}'")
 
 
 def page_data(plan: Plan, name_of: NameOf) -> dict[str, Any]:
@@ -79,11 +65,6 @@ def _json(value: Any) -> str:
     return text
 
 
-def _text(value: object) -> str:
-    """Return a value as HTML text; half a surrogate pair, which no file can hold, becomes a question mark."""
-    return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"))
-
-
 def _seconds(value: float) -> str:
     return f"{value:.4g} s"
 
@@ -95,8 +76,8 @@ def _times(value: float, whole: float) -> str:
 def _header(report: dict[str, Any]) -> str:
     model = report["model"]
     return (
-        f"<h1>{_text(report['source']['name'])} → {_text(report['destination']['name'])}</h1>\n"
-        f'<p class="muted">Refit plan of {_text(model["name"])}: {model["tensors"]:,} tensors, '
+        f"<h1>{page_text(report['source']['name'])} → {page_text(report['destination']['name'])}</h1>\n"
+        f'<p class="muted">Refit plan of {page_text(model["name"])}: {model["tensors"]:,} tensors, '
         f"{model['parameters']:,} parameters, {bytes_text(model['bytes'])}. Everything here is computed from "
         "the two layouts; nothing was run.</p>"
     )
@@ -128,8 +109,8 @@ def _tiles(report: dict[str, Any], name_of: NameOf) -> str:
         ]),
     ]  # fmt: skip
     made = [
-        f'<div class="tile"><h2>{_text(title)}</h2><strong>{_text(value)}</strong>'
-        + "".join(f'<p class="muted">{_text(line)}</p>' for line in lines)
+        f'<div class="tile"><h2>{page_text(title)}</h2><strong>{page_text(value)}</strong>'
+        + "".join(f'<p class="muted">{page_text(line)}</p>' for line in lines)
         + "</div>"
         for title, value, lines in tiles
     ]
@@ -163,7 +144,7 @@ def _facts(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     if report["extra"]:
         rows.append(("left out", _some(report["extra"]) + ", which only the source has"))
-    listed = "\n".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
+    listed = "\n".join(f"<dt>{page_text(name)}</dt><dd>{page_text(value)}</dd>" for name, value in rows)
     return (
         f'<section><div class="columns">\n<div><h2>Facts</h2>\n<dl>\n{listed}\n</dl></div>\n'
         f'<div><h2>Modes compared</h2>\n<div class="scroll">{_compare(report)}</div>\n{_parts(report)}</div>\n'
@@ -191,8 +172,8 @@ def _compare(report: dict[str, Any]) -> str:
         chosen = one["mode"] == report["mode"]
         width = 100 * one["predicted_seconds"] / most if most else 0.0
         cells = [
-            f"<td>{_text(one['mode'])}{' (this plan)' if chosen else ''}"
-            f"<small>{_text(one['bottleneck'])}</small></td>",
+            f"<td>{page_text(one['mode'])}{' (this plan)' if chosen else ''}"
+            f"<small>{page_text(one['bottleneck'])}</small></td>",
             *_numbers([bytes_text(one["network_bytes"]), _times(one["network_bytes"], bound)]),
             f'<td class="number">{_seconds(one["predicted_seconds"])}'
             f'<span class="share"><i style="width: {width:.1f}%"></i></span></td>',
@@ -213,7 +194,7 @@ def _parts(report: dict[str, Any]) -> str:
     parts = sorted(report["predicted"]["parts"].items(), key=lambda part: -part[1])
     most = max((seconds for _, seconds in parts), default=0.0)
     rows = [
-        f'<dt>{_text(name)}</dt><dd class="number">{_seconds(seconds)}</dd>'
+        f'<dt>{page_text(name)}</dt><dd class="number">{_seconds(seconds)}</dd>'
         f'<dd class="share"><i style="width: {100 * seconds / most if most else 0:.1f}%"></i></dd>'
         for name, seconds in parts
     ]
@@ -224,7 +205,7 @@ def _parts(report: dict[str, Any]) -> str:
 
 
 def _numbers(values: Iterable[str]) -> list[str]:
-    return [f'<td class="number">{_text(value)}</td>' for value in values]
+    return [f'<td class="number">{page_text(value)}</td>' for value in values]
 
 
 _TRAFFIC = """<section>

@@ -18,7 +18,7 @@ from reshard_cli.errors import PeerLostError
 from reshard_cli.plan.entries import NETWORK
 from reshard_cli.transport.message import Message, Pending, Transport, chunks
 from reshard_cli.transport.nccl import NcclTransport
-from reshard_cli.transport.store import Store, prefixed
+from reshard_cli.transport.store import Store
 
 __all__ = ["GlooTransport", "open_transport"]
 
@@ -57,7 +57,7 @@ class GlooTransport:
         """Connect to every rank. Raises PeerLostError where that fails within the timeout."""
         limit = timedelta(seconds=timeout)
         try:
-            self._group: Any = dist.ProcessGroupGloo(prefixed("gloo", store), rank, num_ranks, limit)
+            self._group: Any = dist.ProcessGroupGloo(store.for_groups("gloo"), rank, num_ranks, limit)
         except RuntimeError as error:
             raise PeerLostError(f"connecting the ranks: {_reason(error)}") from error
         self._sent: dict[int, int] = defaultdict(int)

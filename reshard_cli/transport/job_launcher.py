@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from reshard_cli.errors import TransferError
+from reshard_cli.transport.forking import ended_with, fork_ranks, send_all
 
 __all__ = ["launch_job"]
 
-_END_GRACE = (
-    2.5  # seconds between the first rank that failed and the end of the last one, which may be stopped
-)
+# seconds between the first rank that failed and the end of the last one, which may be stopped
+_END_GRACE = 2.5
 
 
 def launch_job(num_ranks: int, run: Callable[[int, Callable[[], bool]], int]) -> int:
@@ -25,8 +22,6 @@ def launch_job(num_ranks: int, run: Callable[[int, Callable[[], bool]], int]) ->
     The other argument of `run` says True to the first rank that asks, of all of them. Signals are passed on. The
     ranks tell each other of failures by the gate; those that are left are ended.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     parent = os.getpid()
     claims, one_claim = os.pipe()
     os.write(one_claim, b"1")
@@ -38,39 +33,17 @@ def launch_job(num_ranks: int, run: Callable[[int, Callable[[], bool]], int]) ->
         except BlockingIOError:
             return False
 
-    children: dict[int, int] = {}
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                _end_with(parent)
-                code = run(rank, claim)
-            except BaseException:
-                traceback.print_exc()
-                raise
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)  # no interpreter teardown: a group with work in flight would abort there
-        children[pid] = rank
+    def rank_of(rank: int) -> int:
+        _end_with(parent)
+        return run(rank, claim)
 
-    def forward(number: int, _: object) -> None:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    children = fork_ranks(num_ranks, rank_of)
     try:
-        return _supervise(children)
+        with ended_with(children):
+            return _supervise(children)
     finally:
         os.close(claims)
         os.close(one_claim)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _end_with(parent: int) -> None:
@@ -89,8 +62,7 @@ def _supervise(children: dict[int, int]) -> int:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             if deadline is not None and time.monotonic() > deadline:
-                for one in children:
-                    os.kill(one, signal.SIGKILL)
+                send_all(children, signal.SIGKILL)
                 deadline = time.monotonic() + _END_GRACE
             time.sleep(0.01)
             continue

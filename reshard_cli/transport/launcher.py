@@ -12,12 +12,12 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.transport.control import Control
+from reshard_cli.transport.forking import ended_with, fork_ranks, send_all
 from reshard_cli.transport.store import serve_store
 
 __all__ = ["World", "launch", "world_of_environment"]
@@ -78,43 +78,16 @@ def launch(
     listener.listen(max(128, 2 * num_ranks))
     port = listener.getsockname()[1]
     launcher = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    children: dict[int, int] = {}
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            listener.close()
-            code = 1
-            try:
-                enter(rank)
-                code = run(World(rank, num_ranks, rank, host, port, False, launcher))
-            except Exception:
-                traceback.print_exc()
-                raise
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                # no interpreter teardown: a group with work in flight would abort the process there
-                os._exit(code)
-        children[pid] = rank
-    store = serve_store(listener.detach(), port, timeout)
-    control = Control(store, -1, num_ranks, timeout)
-    previous = {
-        number: signal.signal(number, lambda got, _: _forward(children, got))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+
+    def rank_of(rank: int) -> int:
+        listener.close()
+        enter(rank)
+        return run(World(rank, num_ranks, rank, host, port, False, launcher))
+
+    children = fork_ranks(num_ranks, rank_of)
+    control = Control(serve_store(listener.detach(), port, timeout), -1, num_ranks, timeout)
+    with ended_with(children):
         return _supervise(children, control)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        _forward(children, signal.SIGKILL)
-
-
-def _forward(children: Mapping[int, int], number: int) -> None:
-    for pid in children:
-        os.kill(pid, number)
 
 
 def _supervise(children: dict[int, int], control: Control) -> int:
@@ -127,7 +100,7 @@ def _supervise(children: dict[int, int], control: Control) -> int:
             if deadline is None and control.failure() is not None:
                 deadline = time.monotonic() + _END_GRACE
             if deadline is not None and time.monotonic() > deadline:
-                _forward(children, signal.SIGKILL)
+                send_all(children, signal.SIGKILL)
                 deadline = time.monotonic() + _END_GRACE
             time.sleep(0.01)
             continue

@@ -24,7 +24,7 @@ from reshard_cli.errors import PeerLostError
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.transport.message import Message, Pending, chunks
 from reshard_cli.transport.shared_gpu import check_shared_gpu
-from reshard_cli.transport.store import Store, prefixed
+from reshard_cli.transport.store import Store
 
 __all__ = ["NcclTransport"]
 
@@ -117,7 +117,7 @@ class NcclTransport:
         # torch's own limit is not to come before ours, which tells who was late
         options._timeout = timedelta(seconds=2 * self._timeout + 60)
         with _left_to_us():
-            group: Any = dist.ProcessGroupNCCL(prefixed(name, store), rank, size, options)
+            group: Any = dist.ProcessGroupNCCL(store.for_groups(name), rank, size, options)
         self._groups.append(group)
         failed: list[BaseException] = []
 

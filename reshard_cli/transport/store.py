@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard_cli.errors import TransferError
 
-__all__ = ["Prefixed", "Store", "TorchStore", "connect_store", "prefixed", "serve_store"]
+__all__ = ["Prefixed", "Store", "TorchStore", "connect_store", "serve_store"]
 
 _POLL = 0.01
 
@@ -125,8 +125,3 @@ def serve_store(listening: int, port: int, timeout: float) -> Store:
         master_listen_fd=listening,
     )  # fmt: skip
     return TorchStore(inner)
-
-
-def prefixed(prefix: str, store: Store) -> Any:
-    """Return torch's view of the store with all keys under a prefix, for a process group."""
-    return store.for_groups(prefix)

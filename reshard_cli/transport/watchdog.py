@@ -84,6 +84,7 @@ class Watchdog:
                 os._exit(TransferError.exit_code)
             with self._lock:
                 watched = dict(self._watched)
+            told = {key: phase for key, phase in told.items() if key in watched}
             for key, (control, within, on_failure) in watched.items():
                 own = within(store)
                 phase = control.told()

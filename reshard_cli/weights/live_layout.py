@@ -25,15 +25,20 @@ from reshard_cli.spec.model_document import model_document_text
 from reshard_cli.spec.names import normalise, template_of
 from reshard_cli.spec.placement import Placement, Shard
 
-__all__ = ["LiveLayout", "layout_of_state_dict"]
+__all__ = ["Layout", "layout_of_state_dict"]
 
 
 @dataclass(frozen=True, slots=True)
-class LiveLayout:
+class Layout:
     """A job's layout document, as plain values, and the model that its tensors make."""
 
     layout: dict[str, Any]
     model: Model
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any], *, name: str = "train", domain: int = 8) -> Layout:
+        """Return the layout of a live model, as `layout_of_state_dict` does. `domain`: ranks per NVLink domain."""
+        return layout_of_state_dict(state_dict, name=name, domain=domain)
 
     def layout_text(self) -> str:
         """Return the layout document as YAML."""
@@ -59,7 +64,7 @@ _Rule = tuple[tuple[_Axis, ...], _Place]
 
 def layout_of_state_dict(
     state_dict: Mapping[str, Any], *, name: str, domain: int = 8, ranks: int | None = None
-) -> LiveLayout:
+) -> Layout:
     """Return the layout of a live model, the same on every rank.
 
     `ranks`: the job's, 0 to ranks - 1 of the process group; default: all of it. Plain tensors are replicated;
@@ -87,7 +92,7 @@ def layout_of_state_dict(
         tensors.append(LogicalTensor(plain, tuple(value.shape), dtype))
     if not tensors:
         raise WeightsError("the state dict holds no tensor")
-    return LiveLayout(_document(name, ranks, domain, rules), Model(name, tuple(group_experts(tensors)), name))
+    return Layout(_document(name, ranks, domain, rules), Model(name, tuple(group_experts(tensors)), name))
 
 
 def _rule_of(value: Tensor, ranks: int) -> _Rule:

@@ -42,12 +42,18 @@ def message(peer: int, size: int) -> Message:
     return Message(peer, torch.zeros(size, dtype=torch.uint8))
 
 
+class Names:
+    """A store of which a group sees the prefix alone."""
+
+    def for_groups(self, prefix):
+        return prefix
+
+
 @pytest.fixture(name="gloo")
 def recorded_gloo(monkeypatch):
     group = Recorder()
     monkeypatch.setattr(exchange.dist, "ProcessGroupGloo", lambda *_: group)
-    monkeypatch.setattr(exchange, "prefixed", lambda *_: None)
-    return GlooTransport(None, 0, 4, 1.0), group
+    return GlooTransport(Names(), 0, 4, 1.0), group
 
 
 class NcclGroup(Recorder):
@@ -118,12 +124,11 @@ def made_nccl(monkeypatch):
     NcclGroup.made = []
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", NcclGroup, raising=False)
-    monkeypatch.setattr(nccl, "prefixed", lambda prefix, _: prefix)
     monkeypatch.setattr(nccl, "check_shared_gpu", lambda *_: None)
     monkeypatch.setattr(nccl.torch.cuda, "current_device", lambda: 3)
 
     def make(rank=0, num_ranks=4, domains=None, timeout=5.0, check=lambda: None):
-        return NcclTransport(None, rank, num_ranks, timeout, domains, check), NcclGroup.made
+        return NcclTransport(Names(), rank, num_ranks, timeout, domains, check), NcclGroup.made
 
     return make
 
