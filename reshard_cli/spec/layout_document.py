@@ -7,6 +7,7 @@ meshes fit the ranks, that rules name real axes and meshes, that patterns and pl
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from reshard_cli.spec.casts import Blockwise, parse_cast
 from reshard_cli.spec.checking import StrictDocument, read_document
 from reshard_cli.spec.dtypes import ITEM_SIZE, dtype_hint
 from reshard_cli.spec.located import KeyPath, Located
-from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise
+from reshard_cli.spec.names import Pattern, expand_braces, fill, name_fault, normalise
 from reshard_cli.spec.placement import Placement, Shard, Stage, parse_placement
 
 __all__ = [
@@ -183,6 +184,12 @@ class _Checker:
         if name is not None and name not in ITEM_SIZE:
             self.add(path, f"unknown dtype {name!r}; {dtype_hint(name)}")
 
+    def name(self, path: KeyPath, text: str) -> None:
+        """Note a new name that no tensor can have; what patterns put into it comes from names that can."""
+        fault = name_fault(re.sub(r"\{\w+\}|\*", "0", text))
+        if fault is not None:
+            self.add(path, fault)
+
     def mesh_sizes(self) -> None:
         ranks = self.document.ranks
         for name, axes in self.document.meshes.items():
@@ -276,6 +283,7 @@ class _Checker:
         where: KeyPath = ("storage", index)
         if "{" in fill(rule.tensor, layer=0, expert=0, local_layer=0, local_expert=0):
             self.add((*where, "tensor"), "its captures are {layer}, {expert}, {local_layer}, {local_expert}")
+        self.name((*where, "tensor"), rule.tensor)
         if bool(rule.concat) == (rule.rename is not None):
             self.add(where, "write either `concat` (a list of patterns) or `rename` (one pattern)")
         for position, pattern in enumerate(rule.concat):
@@ -335,6 +343,7 @@ class _Checker:
 
     def alias(self) -> None:
         for name, target in self.document.alias.items():
+            self.name(("alias", name), name)
             if normalise(name) == normalise(target):
                 self.add(("alias", name), "a tensor cannot be its own alias")
             elif target in self.document.alias:
@@ -350,6 +359,7 @@ class _Checker:
     def rename(self) -> None:
         for pattern, target in self.document.rename.items():
             self.tried(("rename", pattern), Pattern, pattern)
+            self.name(("rename", pattern), target)
             if target.count("*") > pattern.count("*"):
                 self.add(("rename", pattern), "the new name has more `*` than the pattern")
 

@@ -48,7 +48,8 @@ def key_text(path: KeyPath) -> str:
     """Return a key path as people write it: `tensors[1].place.tp`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
+        shown = str(part) if str(part).isprintable() else repr(part)[1:-1]
+        text += f"[{part}]" if isinstance(part, int) else (f".{shown}" if text else shown)
     return text
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import Stored
-from reshard_cli.spec.names import Pattern, fill, normalise, substitute, template_of
+from reshard_cli.spec.names import Pattern, fill, name_fault, normalise, substitute, template_of
 
 __all__ = ["LogicalTensor", "Model", "group_experts", "model_of_checkpoint", "rename_model"]
 
@@ -81,12 +81,15 @@ def model_of_checkpoint(
 ) -> Model:
     """Return the model that a checkpoint's headers describe, in order of their names.
 
-    Raises WeightsError where two stored names become one when normalised.
+    Raises WeightsError for a name that is none, and where two stored names become one when normalised.
     """
     seen: dict[str, str] = {}
     tensors = []
     for stored_name, tensor in stored.items():
         plain = normalise(stored_name)
+        fault = name_fault(plain)
+        if fault is not None:
+            raise WeightsError(f"{tensor.file}: {fault}")
         if plain in seen:
             raise WeightsError(
                 f"{tensor.file}: {stored_name!r} and {seen[plain]!r} are one tensor, {plain!r}"

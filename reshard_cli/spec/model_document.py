@@ -36,7 +36,7 @@ from reshard_cli.spec.expressions import evaluate
 from reshard_cli.spec.headers import index_folder
 from reshard_cli.spec.located import KeyPath, Located
 from reshard_cli.spec.model import LogicalTensor, Model, group_experts, model_of_checkpoint
-from reshard_cli.spec.names import Pattern, expand_braces, fill, normalise, template_of
+from reshard_cli.spec.names import Pattern, expand_braces, fill, name_fault, normalise, template_of
 
 __all__ = ["ModelDocument", "model_document_text", "model_of_document", "read_model"]
 
@@ -152,8 +152,11 @@ class _Reader:
             return
         try:
             Pattern(pattern)
+            fault = next(filter(None, map(name_fault, map(_filled, expand_braces(pattern)))), None)
         except ValueError as error:
-            self.add(where, str(error))
+            fault = str(error)
+        if fault is not None:
+            self.add(where, fault)
             return
         has_layer, has_expert = "{layer}" in pattern, "{expert}" in pattern
         experts = self.experts(where, entry) if has_expert else 0
@@ -215,6 +218,10 @@ class _Reader:
             return
         whole = (experts, *shape) if experts else shape
         self.tensors[name] = LogicalTensor(name, whole, dtype, has_experts=bool(experts))
+
+
+def _filled(template: str) -> str:
+    return fill(template, layer=0, expert=0)
 
 
 def read_model(path: Path, *, trust: bool = False) -> Model:

@@ -10,7 +10,16 @@ import functools
 import itertools
 import re
 
-__all__ = ["Pattern", "expand_braces", "fill", "has_digit", "normalise", "substitute", "template_of"]
+__all__ = [
+    "Pattern",
+    "expand_braces",
+    "fill",
+    "has_digit",
+    "name_fault",
+    "normalise",
+    "substitute",
+    "template_of",
+]
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _CAPTURES = ("{layer}", "{expert}", "{local_layer}", "{local_expert}")
@@ -27,6 +36,20 @@ def normalise(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def name_fault(name: str) -> str | None:
+    """Return why a text cannot be a tensor's name, or None where it can.
+
+    Line ends, escapes and the like would break every message and table; braces and stars are those of patterns.
+    """
+    if not name:
+        return "a tensor's name is not empty"
+    if not name.isprintable():
+        return f"{name!r} is no tensor's name: it has a character that cannot be printed"
+    if any(character in name for character in "{}*"):
+        return f"{name!r} is no tensor's name: braces and * stand for others in patterns"
+    return None
 
 
 @functools.lru_cache(maxsize=65536)
@@ -120,7 +143,7 @@ def _compile(text: str) -> re.Pattern[str]:
         if word == "*":
             regex += "(.*)"
         elif word in ("{layer}", "{expert}"):
-            regex += r"(\d+)"
+            regex += "([0-9]+)"
         else:
             choices = word[1:-1].split(",")
             if len(choices) < 2 or not all(choices):
@@ -129,7 +152,7 @@ def _compile(text: str) -> re.Pattern[str]:
                 )
             regex += "(?:" + "|".join(re.escape(choice) for choice in choices) + ")"
         position = token.end()
-    return re.compile(regex + _literal(text[position:]))
+    return re.compile(regex + _literal(text[position:]), re.DOTALL)
 
 
 def _literal(text: str) -> str:

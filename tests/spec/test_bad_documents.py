@@ -159,6 +159,10 @@ LAYOUTS = {
     "rename to a name that is taken": (
         HEAD + "rename: {embed.weight: layers.0.norm} #!\n" + REST, "another tensor are both called 'layers.0.norm'"),
     "rename with a star too many": (HEAD + REST + "rename: {'model.*': '*.*'} #!\n", "more `*` than the pattern"),
+    "storage with a line end": (
+        HEAD + REST + "storage:\n  - tensor: \"x\\n.*\" #!\n    rename: 'layers.*'\n", "cannot be printed"),
+    "rename to an escape": (HEAD + REST + "rename: {'layers.*': \"\\e[31m*\"} #!\n", "cannot be printed"),
+    "alias with a NUL": (HEAD + REST + "alias: {\"a\\0\": embed.weight} #!\n", "cannot be printed"),
     "model that is not there": (HEAD + "model: nowhere.yaml #!\n" + REST, "does not exist"),
     "key twice": (HEAD + REST + "domain: 8\ndomain: 4 #!\n", "key 'domain' stands twice"),
     "anchor": (HEAD + "tensors:\n  - &a {match: '*'}\n  - *a #!\n", "anchors and aliases are not taken"),
@@ -201,6 +205,8 @@ MODELS = {
     "tensor of two entries": (MODEL + "  'layers.{layer}.q.weight': [1] #!\n", "is named by two entries"),
     "star": (MODEL + "  'layers.*.x': [1] #!\n", "names its tensors in full"),
     "brace": (MODEL + "  'layers.{block}.x': [1] #!\n", "neither a choice like {q,k} nor a capture"),
+    "line end in a name": (MODEL + "  \"a\\nb\": [1] #!\n", "'a\\nb' is no tensor's name"),
+    "line end in a choice": (MODEL + "  \"a.{b,c\\t}\": [1] #!\n", "cannot be printed"),
     "range missing": (
         "name: m\ndtype: float32\ntensors:\n  'layers.{layer}.x': [1] #!\n", "{layer} needs `ranges: {layer: ...}`"),
     "layer outside": (

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.spec.headers import index_folder, read_header
+from reshard_cli.spec.model_document import read_model
 
 
 def file_of(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
@@ -158,3 +159,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         file_of(tmp_path / name, {"a": entry(0, 1, [1])}, b"1")
     with pytest.raises(WeightsError, match=r"tensor 'a' is also in .*x\.safetensors"):
         index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\0", "experts.{expert}.w", "a.*"])
+def test_a_checkpoint_with_a_name_that_is_none_is_refused_with_its_file(tmp_path, name):
+    file_of(tmp_path / "model.safetensors", {name: entry(0, 1, [1])}, b"x")
+    with pytest.raises(WeightsError, match="is no tensor's name") as caught:
+        read_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/model.safetensors: ")
+    assert str(caught.value).isprintable()

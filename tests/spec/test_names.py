@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard_cli.spec.expressions import evaluate
-from reshard_cli.spec.names import Pattern, expand_braces, normalise, template_of
+from reshard_cli.spec.names import Pattern, expand_braces, name_fault, normalise, template_of
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,8 @@ def test_wrappers_leave_a_name_and_nothing_else_does(name, plain):
         ("experts.5.w", ("experts.{expert}.w", None, 5)),
         ("lm_head.weight", ("lm_head.weight", None, None)),
         ("h.1.blocks.2.w", ("h.{layer}.blocks.2.w", 1, None)),
+        ("layers.².experts.³.w", ("layers.².experts.³.w", None, None)),
+        ("layers.٣.experts.٤.w", ("layers.٣.experts.٤.w", None, None)),
     ],
 )
 def test_the_layer_is_the_first_number_and_the_expert_the_one_after_experts(name, template):
@@ -50,12 +52,25 @@ def test_the_layer_is_the_first_number_and_the_expert_the_one_after_experts(name
         ("layers.{layer}.w", "layers.0.w", "layers.x.w"),
         ("*.experts.{expert}.*", "m.experts.3.up", "m.experts.up"),
         ("a.b", "a.b", "a_b"),
+        ("a.*", "a.b\nc", "b\na.c"),
+        ("layers.{layer}.w", "layers.3.w", "layers.³.w"),
+        ("layers.{layer}.w", "layers.3.w", "layers.٣.w"),
         ("{a,b}_{c,d}", "b_c", "a_b"),
     ],
 )
 def test_a_pattern_matches_whole_names(pattern, yes, no):
     assert Pattern(pattern).matches(yes)
     assert no is None or not Pattern(pattern).matches(no)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "größe.0", "a b", "²", "a-b/c:d"])
+def test_a_name_of_printable_characters_is_one(name):
+    assert name_fault(name) is None
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\0", "\x1b[31m", "a\x7f", "a\u2028b", "a.{expert}", "a*"])
+def test_a_name_that_breaks_tables_or_patterns_is_none(name):
+    assert name_fault(name) is not None
 
 
 def test_choices_expand_in_the_order_written_and_captures_stay():
