@@ -6,17 +6,15 @@ the arrays are computed some twenty times for a model of a thousand tensors.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from reshard_cli.errors import DocumentError, Problem, WeightsError
-from reshard_cli.layout.boxes import Ints, disjoint
+from reshard_cli.layout.boxes import disjoint
 from reshard_cli.layout.casts import Casts
+from reshard_cli.layout.digest import layout_digest
 from reshard_cli.layout.distinct import DistinctBoxes, distinct_boxes
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
@@ -466,24 +464,5 @@ def build_layout(loaded: LoadedLayout, model: Model) -> JobLayout:
     check_groups(loaded, groups, held, builder.geometries, builder.stages, builder.add)
     builder.raise_problems()
     layout = JobLayout(loaded, builder.model, held, builder.geometries, groups, builder.stages)
-    layout.digest = _digest(layout)
+    layout.digest = layout_digest(builder.document, held, builder.geometries, groups, builder.stages)
     return layout
-
-
-def _digest(layout: JobLayout) -> str:
-    """Return a digest of everything that decides which bytes lie where in this job."""
-    hasher = hashlib.sha256()
-    document = layout.loaded.document.model_dump(exclude={"name", "model"})
-    hasher.update(json.dumps(document, sort_keys=True).encode())
-    for tensor in layout.tensors:
-        hasher.update(
-            repr((tensor.name, tensor.logical, tensor.shape, tensor.dtype, tensor.geometry)).encode()
-        )
-    for holdings in layout.geometries:
-        for array in _arrays(holdings):
-            hasher.update(np.ascontiguousarray(array).tobytes())
-    return hasher.hexdigest()
-
-
-def _arrays(holdings: Holdings) -> Iterable[Ints]:
-    yield from (holdings.rank, holdings.lo, holdings.hi, holdings.local_lo, holdings.local_shape)

@@ -8,7 +8,7 @@ ask each other: whoever has committed says so, and then all do, as all of them h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -30,10 +30,13 @@ def commit(
     topology: Topology,
     end: DestinationEnd | None,
     version: int,
+    *,
+    applied: Callable[[], None] = lambda: None,
 ) -> None:
     """Commit the version when every rank is here, which says that it has all of it.
 
-    Raises what ended the refit: before the decision nobody commits; after it everybody who lives has.
+    `applied` is called when every rank has made it the one that is there. Raises what ended the refit: before the
+    decision nobody commits; after it everybody who lives has.
     """
     destinations = topology.destination.tolist()
     control.phase("committing")
@@ -47,8 +50,9 @@ def commit(
         if end is not None:
             end.apply(version)
         control.barrier(f"applied/{version}", "committing")
-        if end is not None and control.rank == destinations[0]:
-            end.publish()
+        applied()
+        if end is not None:
+            end.publish(first=control.rank == destinations[0])
         control.barrier(f"published/{version}", "committing")
     except (RuntimeError, TransferError) as error:
         # the store is lost after the decision: others may not have heard it, and will ask

@@ -54,14 +54,17 @@ def described(
     )
 
 
-def of_note(note: dict[str, Any], who: str) -> JobLayout:
-    """Return the layout of a note. Raises TransferError where it is none."""
+def of_note(note: dict[str, Any], who: str, digest: str | None = None) -> JobLayout:
+    """Return the layout of a note. Raises TransferError where it is none, or not the one of this digest."""
     with tempfile.TemporaryDirectory(prefix="reshard-cli-") as folder:
         path = Path(folder) / f"{who}.yaml"
         model = Path(folder) / "model.yaml"
         try:
             path.write_text(yaml.safe_dump(note["layout"], sort_keys=False))
             model.write_text(note["model"])
-            return build_layout(read_layout_document(path), read_model(model))
+            layout = build_layout(read_layout_document(path), read_model(model))
         except (KeyError, TypeError, yaml.YAMLError, DocumentError) as error:
             raise TransferError(f"the layout that {who} sent cannot be read: {error}") from error
+    if digest is not None and layout.digest != digest:
+        raise TransferError(f"the layout that {who} sent is not the one that it has")
+    return layout

@@ -177,8 +177,8 @@ class DestinationEnd(Protocol):
         """Make the version the one that is there; every rank has all of it."""
         ...
 
-    def publish(self) -> None:
-        """Let others see the version, on the job's first rank, after every rank has applied it."""
+    def publish(self, *, first: bool) -> None:
+        """Let others see the version, which every rank has applied. `first`: on the job's first rank."""
         ...
 
     def discard(self) -> None:
@@ -222,7 +222,7 @@ class MemoryEnd:
     def apply(self, version: int) -> None:
         self.version, self.torn, self._filling = version, False, False
 
-    def publish(self) -> None:
+    def publish(self, *, first: bool) -> None:
         pass
 
     def discard(self) -> None:
@@ -253,8 +253,9 @@ class FolderEnd:
     def apply(self, version: int) -> None:
         self.version = version
 
-    def publish(self) -> None:
-        self._folder.publish()
+    def publish(self, *, first: bool) -> None:
+        if first:
+            self._folder.publish()
 
     def discard(self) -> None:
         self._folder.discard()
@@ -339,7 +340,6 @@ class LiveEnd:
         if self._handed:
             self._call("load_weights", self._hand_over, version)
         self.version, self.torn = version, False
-        self._call("after", self._hooks.after, version)
 
     def _hand_over(self, _: int) -> None:
         assert self._hooks.load_weights is not None
@@ -356,8 +356,9 @@ class LiveEnd:
                 self._rank,
             ) from error
 
-    def publish(self) -> None:
-        pass
+    def publish(self, *, first: bool) -> None:
+        assert self.version is not None
+        self._call("after", self._hooks.after, self.version)
 
     def discard(self) -> None:
         pass

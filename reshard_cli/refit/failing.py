@@ -55,12 +55,16 @@ def _record_for_torchrun(error: ReshardError) -> None:
         get_error_handler().record_exception(error)
 
 
-def wrapped(control: Control | None, error: Exception, rank: int) -> TransferError:
-    """Return any exception as the failure of this rank."""
+def wrapped(
+    control: Control | None, error: BaseException, rank: int, name: str | None = None
+) -> TransferError:
+    """Return any exception as the failure of this rank; `name` is for people, where no control plane knows it."""
     doing = ""
+    if name is None:
+        name = f"rank {rank}" if control is None else control.name_of(rank)
     with contextlib.suppress(RuntimeError):
         doing = "" if control is None else f" (last: {control.phase_of(rank)})"
-    return TransferError(f"rank {rank} raised {type(error).__name__}: {error}{doing}", rank)
+    return TransferError(f"{name} raised {type(error).__name__}: {error}{doing}", rank)
 
 
 def settled(control: Control, error: ReshardError) -> ReshardError:

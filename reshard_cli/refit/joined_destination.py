@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
-from reshard_cli.errors import PeerLostError, TransferError
+from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.refit.documents import Described, of_note
 from reshard_cli.refit.ends import DestinationEnd
 from reshard_cli.refit.joined import (
@@ -64,7 +64,8 @@ class JoinedDestination(Joined):
                 raise TransferError(
                     f"{own.layout.name} does not fit {there.name} at {member.address}:\n  {told}"
                 )
-            self._source = source.layout if source is not None else of_note(there.note, there.name)
+            # its own words, and not what this side has of them: their order is that of its plan
+            self._source = of_note(there.note, there.name, there.facts["layout of the source"])
             self.entry = self._enter(facts, own.note, own.layout.name)
         except BaseException:
             self._leave()
@@ -172,6 +173,18 @@ class JoinedDestination(Joined):
                     left = Failure(session.control.rank, LEFT, f"{self.own.layout.name} left", None)
                     store.compare_set("failure", "", json.dumps(asdict(left)))
             self._drop(session.control, session.pair)
+            self.session = None
+        self._leave()
+
+    def abandon(self, error: ReshardError) -> None:
+        """Go, and tell everybody that this rank failed."""
+        if self.closed:
+            return
+        self.fail(error)
+        if self.session is not None:
+            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+                self.session.control.fail(error)
+            self._drop(self.session.control, self.session.pair)
             self.session = None
         self._leave()
 

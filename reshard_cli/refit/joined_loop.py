@@ -87,7 +87,11 @@ def run_joined(
         error: Exception = TransferError(f"{member.role} rank {member.rank} was interrupted", member.rank)
     except Exception as caught:  # noqa: BLE001 - told, and the process ended: no peer is left waiting
         error = caught
-    told = error if isinstance(error, ReshardError) else wrapped(None, error, member.rank)
+    told = (
+        error
+        if isinstance(error, ReshardError)
+        else wrapped(None, error, member.rank, f"{member.role} rank {member.rank}")
+    )
     first = None if joined is None else joined.first_to_tell()
     if run.claim() if first is None else first:
         print(f"error: {told}", file=sys.stderr, flush=True)
@@ -145,7 +149,7 @@ class _SourceLoop:
                     self.joined.job.check()
                     if not self._run.rejoin:
                         raise one.error
-                    self._run.on_note(f"version {one.version} did not reach {one.job}: {one.error}")
+                    self._run.on_note(one.told())
             pair = next((one.pair for one in self.joined.sessions.values()), pair)
         if self._trainer is not None:
             self._trainer.close()

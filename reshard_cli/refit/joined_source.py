@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard_cli.errors import ReshardError, TransferError
+from reshard_cli.layout.job import JobLayout
 from reshard_cli.refit.documents import Described, of_note
 from reshard_cli.refit.ends import SourceEnd
 from reshard_cli.refit.failing import wrapped
@@ -32,17 +33,23 @@ __all__ = ["JoinedSource", "RefitOfJob"]
 
 @dataclass(frozen=True, slots=True)
 class RefitOfJob:
-    """What one refit was to one destination job, as a source rank knows it. `measured`: on rank 0."""
+    """What one refit was to one destination job, as a source rank knows it.
+
+    `measured`: on rank 0. `committed`: whether the job has the version, as far as this rank knows; an `error` may have
+    come after that.
+    """
 
     job: str
     version: int
+    committed: bool = True
     measured: Iteration | None = None
     error: ReshardError | None = None
 
-    @property
-    def committed(self) -> bool:
-        """Whether the job has the version, as far as this rank knows."""
-        return self.error is None
+    def told(self) -> str:
+        """Return what its error ended, for people."""
+        if self.committed:
+            return f"{self.job} has version {self.version}, and failed after that: {self.error}"
+        return f"version {self.version} did not reach {self.job}: {self.error}"
 
 
 class JoinedSource(Joined):
@@ -73,7 +80,7 @@ class JoinedSource(Joined):
             raise
         self.own, self.end = own, end
         self._note = note
-        self._layouts = {one.layout.digest: one.layout for one in accepted or ()}
+        self._layouts: dict[str, JobLayout] = {}  # of the jobs that came, by what they say
         self._facts = facts_of(
             options, own.layout, None if accepted is None else [one.layout for one in accepted]
         )
@@ -121,27 +128,31 @@ class JoinedSource(Joined):
                 session.pair.open(version)
                 self.sessions[number] = session
             session.turns += 1
+            session.pair.applied = False
             if self.member.rank == 0:
                 session.control.store.set(f"turn/{session.turns}", json.dumps(version))
                 session.control.store.delete_key(f"turn/{session.turns - 2}")
             session.control.barrier(f"begin/{session.turns}", "beginning the refit")
-            return RefitOfJob(name, version, session.pair.refit(version, released=released))
+            return RefitOfJob(name, version, measured=session.pair.refit(version, released=released))
         except Exception as error:  # noqa: BLE001 - told to the others, and returned to the caller
             told = error if session is None else self._failed(session.control, session.pair, error)
-            told = told if isinstance(told, ReshardError) else wrapped(None, told, self.member.rank)
+            if not isinstance(told, ReshardError):
+                told = wrapped(None, told, self.member.rank, f"{self.own.layout.name} {self.member.rank}")
             self.sessions.pop(number, None)
             self._lost[number] = told
             if isinstance(told, JobLeftError):
                 self._note(str(told))
                 return None
-            return RefitOfJob(name, version, error=told)
+            return RefitOfJob(name, version, session is not None and session.pair.applied, error=told)
 
     def _admitted(self, number: int) -> JoinedSession:
         about = json.loads(self.gate.get(f"session/{number}/about"))
-        layout = self._layouts.get(about["digest"])
+        # its own words, and not what this side has of them: their order is that of its plan
+        note = json.dumps(about["note"], sort_keys=True)
+        layout = self._layouts.get(note)
         if layout is None:
-            layout = of_note(about["note"], about["name"])
-            self._layouts[about["digest"]] = layout
+            layout = of_note(about["note"], about["name"], about["digest"])
+            self._layouts[note] = layout
         return self._session(number, self.member.rank, Jobs(self.own.layout, layout), self.end, None)
 
     def _agreed_turn(self, version: int, wait: float) -> list[int]:
@@ -173,12 +184,13 @@ class JoinedSource(Joined):
 
     def _present(self, wait: float) -> list[int]:
         """Return the sessions that go on, and the new ones; wait for a first one."""
-        alive = []
+        alive, gone = [], []
         for number, session in self.sessions.items():
             failure = session.control.failure()
             if failure is None:
                 alive.append(number)
             else:
+                gone.append(failure.message)
                 self._note(failure.message)
         deadline = time.monotonic() + wait
         while True:
@@ -186,7 +198,10 @@ class JoinedSource(Joined):
             if alive:
                 return alive
             if time.monotonic() > deadline:
-                raise TransferError(f"no destination job came to {self.member.address} within {wait:g} s")
+                more = f" after {'; '.join(gone)}" if gone else ""
+                raise TransferError(
+                    f"no destination job came to {self.member.address} within {wait:g} s{more}"
+                )
             self._wait("complete/destination", [SOURCE_FAILURE], SLICE)
             if self.gate.check(["complete/destination"]):
                 self.gate.delete_key("complete/destination")
@@ -235,6 +250,18 @@ class JoinedSource(Joined):
             if self.member.rank == 0:
                 self.gate.set("source/ended", "1")
         for session in self.sessions.values():
+            session.pair.close()
+        self.sessions.clear()
+        self._leave(end=self.member.rank == 0)
+
+    def abandon(self, error: ReshardError) -> None:
+        """Go, and tell everybody that this rank failed."""
+        if self.closed:
+            return
+        self.fail(error)
+        for session in self.sessions.values():
+            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+                session.control.fail(error)
             session.pair.close()
         self.sessions.clear()
         self._leave(end=self.member.rank == 0)

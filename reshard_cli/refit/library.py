@@ -22,10 +22,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from reshard_cli.errors import DocumentError, TransferError
+from reshard_cli.errors import DocumentError, ReshardError, TransferError
 from reshard_cli.plan.routes import Mode
 from reshard_cli.refit.documents import Described, described
 from reshard_cli.refit.ends import LiveEnd, LiveSourceEnd
+from reshard_cli.refit.failing import wrapped
 from reshard_cli.refit.joined import Membership
 from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource, RefitOfJob
@@ -275,9 +276,8 @@ class Session:
             raise DocumentError("version: the source has to say which version it sends")
         assert self._source is not None
         done = self._source.refit(version, released=released)
-        failed = [one for one in done if not one.committed]
-        if failed:
-            raise _failure(version, done)
+        if any(one.error is not None for one in done):
+            raise _failure(done)
         return version
 
     def refit_async(
@@ -324,16 +324,27 @@ class Session:
                     joined.close()
 
     def __enter__(self) -> Session:
+        """Leave in good order at the end of the block; after an exception, tell the other ranks of it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        joined = self._source or self._destination
+        if error is None or joined is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+            return
+        if self._running is not None:
+            try:
+                self._settle()
+            except ReshardError as late:
+                error.add_note(f"and the refit that ran beside it failed: {late}")
+        member = joined.member
+        name = f"{joined.own.layout.name} {member.rank}"
+        joined.abandon(error if isinstance(error, ReshardError) else wrapped(None, error, member.rank, name))
 
 
-def _failure(version: int, done: Sequence[RefitOfJob]) -> TransferError:
-    lines = [f"{one.job}: {one.error}" for one in done if not one.committed]
-    reached = [one.job for one in done if one.committed]
-    more = f"; it is on {', '.join(reached)}" if reached else ""
-    return TransferError(f"version {version} did not reach " + "\n  ".join(lines) + more)
+def _failure(done: Sequence[RefitOfJob]) -> TransferError:
+    lines = [one.told() for one in done if one.error is not None]
+    reached = [one.job for one in done if one.error is None]
+    return TransferError("\n  ".join(lines) + (f"; it is on {', '.join(reached)}" if reached else ""))

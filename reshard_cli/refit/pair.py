@@ -79,6 +79,7 @@ class Pair:
         self.compared = self.compared_by_all = 0  # elements; the second is known on rank 0
         self.extra = plan.extra
         self.own: Iteration | None = None  # what the last refit was on this rank alone
+        self.applied = False  # whether every rank has the last refit's version, as far as this one knows
         self._refits = 0
         self.state_dict = ""
         self.peak = 0
@@ -123,6 +124,7 @@ class Pair:
         destination's end says that it is there (the loss of a rank was seen after that).
         """
         self._refits += 1  # names what is left for others: a version may come again
+        self.applied = False
         clock = Clock(self.control)
         began = time.perf_counter()
         try:
@@ -142,7 +144,9 @@ class Pair:
                     destination.mapped.flush()
                 if self.end is not None:
                     self.end.prepare(version)
-                commit(self.control, self.transport, self.plan.topology, self.end, version)
+                commit(
+                    self.control, self.transport, self.plan.topology, self.end, version, applied=self._applied
+                )
         except BaseException:
             if self.end is not None and self.end.version != version:
                 self.end.discard()
@@ -150,6 +154,9 @@ class Pair:
         seconds = time.perf_counter() - began
         self.peak = max(self.peak, executor.peak_staging_bytes)
         return self._gathered(version, seconds, clock, sent)
+
+    def _applied(self) -> None:
+        self.applied = True
 
     def _bound(self, version: int) -> RankExecutor:
         """Return the executor over this version's memory: one that is there, where nothing moved."""

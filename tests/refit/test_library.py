@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from reshard_cli.errors import ReshardError, TransferError, WeightsError
 from tests.refit.live_jobs import (
     DESTINATIONS,
+    SOURCES,
     Place,
     joined_destination,
     joined_source,
     run_both,
     well,
 )
-from tests.refit.live_weights import differing, held, poisoned, strided, whole
+from tests.refit.live_weights import differing, held, layout, poisoned, strided, whole
+from tests.support import write_yaml
 
 # ---- exactness -----------------------------------------------------------------------------------------
 
@@ -198,9 +201,80 @@ def test_a_hook_that_raises_ends_the_refit_on_every_rank_and_names_its_own(tmp_p
         assert "infer 1" in told
         assert "KeyError" in told
         assert "the engine is busy" in told
+    for told in sources:
+        assert ("infer has version 2, and failed after that" in told) == (hook == "after")
+        assert ("version 2 did not reach infer" in told) == (hook == "before")
     if hook == "after":  # the version is there, wholly, on every rank
         assert [one[1:] for one in destinations] == [(2, False, [])] * DESTINATIONS
     elif double_buffer:  # nobody has begun to write
         assert [one[1:] for one in destinations] == [(1, False, [])] * DESTINATIONS
     else:
         assert [one[1] for one in destinations if one[2]] == [None] * sum(one[2] for one in destinations)
+
+
+class Overflow(Exception):
+    """Something of the user's own."""
+
+
+def send_and_raise(place: Place, guilty: str) -> str:
+    live = held(whole(1), 0, place.size, place.rank)
+    try:
+        with joined_source(place) as session:
+            session.bind(live)
+            session.refit(1)
+            if (guilty, place.rank) == ("train", 1):
+                raise Overflow("the loss is not finite")
+            session.refit(2)
+    except (Overflow, TransferError) as error:
+        return str(error)
+    return "no error"
+
+
+def take_and_raise(place: Place, guilty: str) -> tuple[str, int | None]:
+    live = poisoned(held(whole(0), 1, place.size, place.rank))
+    session = joined_destination(place)
+    try:
+        with session:
+            session.bind(live)
+            session.refit()
+            if (guilty, place.rank) == ("infer", 1):
+                raise Overflow("the engine is out of pages")
+            session.refit()
+    except (Overflow, TransferError) as error:
+        return str(error), session.version
+    return "no error", session.version
+
+
+@pytest.mark.parametrize(
+    ("guilty", "told"), [("train", "the loss is not finite"), ("infer", "the engine is out of pages")]
+)
+def test_an_exception_between_refits_reaches_every_rank_of_both_jobs(tmp_path, guilty, told):
+    sources, destinations = run_both(tmp_path, send_and_raise, take_and_raise, guilty)
+    ranks = {"train": sources, "infer": [text for text, _ in destinations]}
+    assert ranks[guilty].pop(1) == told  # its own exception is left as it is
+    for text in [*ranks["train"], *ranks["infer"]]:
+        assert f"{guilty} 1 raised Overflow: {told}" in text
+    assert [version for _, version in destinations] == [1] * len(destinations)
+
+
+def take_with_own_words(place: Place) -> None:
+    """Know the source by documents of its own, whose rules and tensors come in another order."""
+    theirs = place.folder / f"theirs-{place.rank}"
+    theirs.mkdir()
+    model = yaml.safe_load((place.folder / "model.yaml").read_text())
+    model["tensors"] = dict(reversed(model["tensors"].items()))
+    write_yaml(theirs / "model.yaml", model)
+    rules = [{"match": "{scalar,bias}"}, {"match": "*", "mesh": "flat", "place": {"x": "shard(0)"}}]
+    meshes = {"one": {"a": SOURCES}, "flat": {"x": SOURCES, "one": 1}}
+    written = {**layout("trainer", SOURCES, 0), "meshes": meshes, "tensors": rules}
+    own = place.folder / "infer.yaml"
+    live = poisoned(held(whole(0), 1, place.size, place.rank))
+    with place.join("destination", write_yaml(theirs / "train.yaml", written), own, verify=True) as session:
+        session.bind(live)
+        while (version := session.refit()) is not None:
+            assert not list(differing(live, held(whole(version), 1, place.size, place.rank)))
+
+
+def test_sides_that_say_the_same_in_other_words_fit(tmp_path):
+    sources, destinations = run_both(tmp_path, send_two, take_with_own_words)
+    well([*sources, *destinations])
