@@ -25,13 +25,20 @@ __all__ = [
     "WeightsError",
     "error_of_exit_code",
     "listed",
+    "printable",
 ]
 
 
 class ReshardError(Exception):
-    """A failure with a message for people and an exit code for scripts."""
+    """A failure with a message for people and an exit code for scripts.
+
+    Names in it may come from a file or from another job: characters that would steer the terminal are escaped.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,13 @@ class VerifyError(ReshardError):
     """A destination element differs from the value found without the plan."""
 
     exit_code = 5
+
+
+def printable(text: str) -> str:
+    """Return a text whose characters can all be seen, but for the ends of its lines; others are escaped."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(one if one == "\n" or one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def error_of_exit_code(exit_code: int, message: str) -> ReshardError:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
-from reshard_cli.errors import DocumentError
+from reshard_cli.errors import DocumentError, printable
 from reshard_cli.refit.prepare import RefitOptions, parse_domain
 from reshard_cli.spec.headers import is_rank_folder
 
@@ -67,7 +67,7 @@ def run_joined_refit(
         telling.report(refit_report(report), json_file)
 
     def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def rank_of(rank: int, size: int, local_rank: int, identity: str, claim: Callable[[], bool]) -> int:
         run = JoinedRun(telling.refit, show, note, claim, rejoin)

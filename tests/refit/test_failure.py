@@ -241,7 +241,7 @@ def test_a_flipped_bit_is_found_named_and_not_committed(documents, tmp_path, fau
 def test_a_rank_that_raises_ends_all_and_is_named(documents, tmp_path):
     done = run_harness("hook", documents, str(tmp_path / "out"))
     assert_clean(done, 4)
-    assert "rank 2 raised ValueError: the hook of this rank failed" in done.stderr
+    assert "rank 2 (destination 0) raised ValueError: the hook of this rank failed" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
