@@ -2,7 +2,8 @@
 
 On the CPU they run as numpy's copies, from a loop that is not Python's: a fifth of a microsecond each where torch
 takes two, so that a model of many small tensors is packed almost at memory speed. On a GPU, and where dtypes
-differ, they run as one batch of torch. Between a GPU and the CPU they go through pinned buffers, if there are any.
+differ, they run as one batch of torch. Copies whose targets are neighbours in one allocation, and whose sources are
+too, run as one. Between a GPU and the CPU they go through pinned buffers, if there are any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reshard_cli.weights.pinned import PinnedBuffers
-from reshard_cli.weights.tensors import raw
+from reshard_cli.weights.tensors import as_bytes, raw
 
 __all__ = ["Copies"]
 
@@ -34,9 +35,27 @@ class Copies:
         self._array_sources: list[Any] = []
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
+        self._run: tuple[Tensor, Tensor] | None = None  # bytes, to which the next ones may be neighbours
 
     def add(self, target: Tensor, source: Tensor) -> None:
         """Add the copy of one view into another of the same shape: bit for bit, or torch's cast."""
+        if target.dtype != source.dtype or not (target.is_contiguous() and source.is_contiguous()):
+            self._add(target, source)
+            return
+        target, source = as_bytes(target), as_bytes(source)
+        if self._run is not None:
+            joined = [_joined(before, one) for before, one in zip(self._run, (target, source), strict=True)]
+            if joined[0] is not None and joined[1] is not None:
+                self._run = joined[0], joined[1]
+                return
+            self._add(*self._run)
+        self._run = target, source
+
+    def __len__(self) -> int:
+        """Return how many copies a run makes; neighbours count as one."""
+        return len(self._array_targets) + len(self._targets) + len(self._across) + (self._run is not None)
+
+    def _add(self, target: Tensor, source: Tensor) -> None:
         if target.dtype == source.dtype:
             target, source = raw(target), raw(source)
             if target.device.type == source.device.type == "cpu":
@@ -53,9 +72,23 @@ class Copies:
 
     def run(self) -> None:
         """Run all of them."""
+        if self._run is not None:
+            self._add(*self._run)
+            self._run = None
         assignments = map(setitem, self._array_targets, repeat(Ellipsis), self._array_sources)
         deque(assignments, maxlen=0)  # runs them all
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         if self._pinned is not None and self._across:
             self._pinned.run(self._across)
+
+
+def _joined(one: Tensor, following: Tensor) -> Tensor | None:
+    """Return the bytes of both where the second lie behind the first in one allocation, or None."""
+    end = one.data_ptr() + one.numel()
+    if (
+        end != following.data_ptr()
+        or one.untyped_storage().data_ptr() != following.untyped_storage().data_ptr()
+    ):
+        return None
+    return one.as_strided((one.numel() + following.numel(),), (1,))

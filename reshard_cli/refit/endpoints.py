@@ -13,12 +13,12 @@ from reshard_cli.errors import DocumentError, WeightsError
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
 from reshard_cli.spec.dcp import is_dcp_folder
-from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.headers import is_rank_folder
 from reshard_cli.weights.checkpoint import CheckpointSource, check_checkpoint
 from reshard_cli.weights.dcp import DcpSource, check_dcp
 from reshard_cli.weights.files import MappedFile
 from reshard_cli.weights.landing import Landing
+from reshard_cli.weights.memory import zeroed
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder, rank_folder_source
 from reshard_cli.weights.synthetic import SyntheticSource
@@ -111,12 +111,7 @@ class Destination:
         if folder is not None:
             buffers, mapped = folder.create(rank, storages, version)
         else:
-            buffers = {
-                one.name: torch.zeros(
-                    one.num_elements * item_size(one.dtype), dtype=torch.uint8, device=device
-                )
-                for one in storages
-            }
+            buffers = zeroed(storages, device)
         return cls.over(plan, storages, buffers, device, mapped)
 
     @classmethod

@@ -27,7 +27,8 @@ def typed(data: Tensor, dtype: str) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's bytes, flat, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # a dim of one element may have any stride, and keeps it when it is reshaped
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ Each comparison runs its sides in turn, in one world of real processes, and prin
     rows         a refit of 256 MiB over a bare gloo exchange of the same bytes between the same pairs: shards of
                  rows to whole tensors, which lie in one piece on both sides
     columns      the same for shards of rows to shards of columns: every row of a box has to be packed
-    small        20,000 tensors of 1 KiB over one tensor of their sum
+    small        20,000 tensors of 1 KiB over one tensor of their sum, where a rank's storages lie in one allocation, and
+                 where each has its own (apart)
     checkpoint   from a checkpoint in the page cache over from memory
     first byte   what a repeated refit does before its first message
     loop         200 refits in one process: seconds, resident memory, open files
@@ -27,7 +28,10 @@ import numpy as np
 import torch
 import yaml
 from safetensors.torch import save_file
+from torch import Tensor
 
+from reshard_cli.layout.job import JobLayout
+from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.plan.schedule import rank_schedule, transfers
@@ -37,11 +41,13 @@ from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.prepare import Jobs, read_jobs
 from reshard_cli.refit.ranked import run_ranked
 from reshard_cli.refit.rounds import run_rounds
+from reshard_cli.spec.dtypes import item_size
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import GlooTransport
 from reshard_cli.transport.launcher import World, launch
 from reshard_cli.transport.message import Message
 from reshard_cli.weights.memory import held_in_memory
+from reshard_cli.weights.windows import StorageWindows
 
 LIMIT = 300.0
 
@@ -49,17 +55,23 @@ LIMIT = 300.0
 class Side:
     """One rank of one world: a plan with its executor and the bare exchange of the same bytes."""
 
-    def __init__(self, control: Control, jobs: Jobs, origin: str) -> None:
+    def __init__(self, control: Control, jobs: Jobs, origin: str, *, apart: bool = False) -> None:
         self.control = control
         self.plan = plan_of(jobs)
         rank, sources = control.rank, jobs.source.num_ranks
         source: Any = None
         if rank < sources:
             source, _ = open_source(origin, self.plan, [rank], 1, allow_extra=False)
-            if origin == "synthetic":
+            if apart:
+                source = StorageWindows()
+                source.add(*in_pieces(jobs.source, rank))
+            elif origin == "synthetic":
                 source = held_in_memory(jobs.source, rank, source, torch.device("cpu"))
         self.destination = None
-        if rank >= sources:
+        if rank >= sources and apart:
+            pieces = in_pieces(jobs.destination, rank - sources)
+            self.destination = Destination.over(self.plan, *pieces, torch.device("cpu"))
+        elif rank >= sources:
             self.destination = Destination.create(self.plan, rank - sources, None, 1, torch.device("cpu"))
         windows = None if self.destination is None else self.destination.windows
         schedule = rank_schedule(self.plan, rank)
@@ -84,6 +96,13 @@ class Side:
 
     def bare(self, transport: GlooTransport) -> None:
         transport.start(self.sends, self.receives).wait()
+
+
+def in_pieces(layout: JobLayout, rank: int) -> tuple[list[RankStorage], dict[str, Tensor]]:
+    """Return a rank's storages with memory for each by itself, as modules hold their parameters."""
+    storages = rank_storages(layout, rank)
+    sizes = {one.name: one.num_elements * item_size(one.dtype) for one in storages}
+    return storages, {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
 
 
 def plan_of(jobs: Jobs) -> Plan:
@@ -185,11 +204,15 @@ def _small(folder: Path, repeats: int) -> None:
     one = documents(folder, model_of({"w": [16 * 20_000, 16]}))
 
     def work(control: Control, transport: GlooTransport) -> None:
-        sides = {"many": Side(control, many, "synthetic").refit, "one": Side(control, one, "synthetic").refit}
-        found = compared(control, transport, sides, repeats)
-        if found:
+        sides = {
+            "small": Side(control, many, "synthetic"),
+            "small, apart": Side(control, many, "synthetic", apart=True),
+            "one": Side(control, one, "synthetic"),
+        }
+        found = compared(control, transport, {name: side.refit for name, side in sides.items()}, repeats)
+        for name in [*sides][:2] if found else ():
             print(
-                f"small        {found['many']:.4f} s, one {found['one']:.4f} s: {found['many'] / found['one']:.2f} x"
+                f"{name:12} {found[name]:.4f} s, one {found['one']:.4f} s: {found[name] / found['one']:.2f} x"
             )
 
     in_a_world(4, work)
