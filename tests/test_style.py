@@ -76,7 +76,7 @@ def test_a_folder_imports_only_from_those_above_it(path):
 
 
 def test_the_readme_and_ci_give_the_same_test_command():
-    command = "pip install -e '.[test]' && pytest"
+    command = "pip install -e '.[test]' && pytest -n 2"
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from reshard_cli.errors import WeightsError
 from reshard_cli.layout.storage import RankStorage, Window
 from reshard_cli.plan.schedule import Fragment
 from reshard_cli.weights.tensors import as_bytes, typed
@@ -71,22 +72,44 @@ def window_view(storage: RankStorage, window: Window, buffer: Tensor) -> Tensor:
 
 
 def _in_strides(storage: RankStorage, window: Window, buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return a window's offset and strides in a tensor with strides of its own."""
+    """Return a window's offset and strides in a tensor with strides of its own.
+
+    Raises WeightsError where a dim of the window runs through several dims of the tensor that do not follow each other.
+    """
     if buffer.is_contiguous():
         return window.offset, window.strides
-    steps: dict[int, int] = {}  # from a step in row-major elements to the step in the tensor
+    dims: list[
+        tuple[int, int, int]
+    ] = []  # row-major step, the tensor's step, and the steps left to the dim's end
     start, left, row_major = 0, window.offset, math.prod(storage.shape)
     for size, stride in zip(storage.shape, buffer.stride(), strict=True):
         row_major //= max(size, 1)
         if size > 1:
-            steps[row_major] = stride
-            start += left // row_major * stride
-            left %= row_major
-    # along a dim of one element no step is taken, whatever its stride says
-    taken = [b - a > 1 for a, b in zip(window.lo, window.hi, strict=True)]
-    return start, tuple(
-        steps[stride] if moves else 0 for stride, moves in zip(window.strides, taken, strict=True)
-    )
+            at, left = divmod(left, row_major)
+            start += at * stride
+            if dims and dims[-1][1] == size * stride:  # the two follow each other, and are one
+                _, _, room = dims.pop()
+                dims.append((row_major, stride, room * size + size - 1 - at))
+            else:
+                dims.append((row_major, stride, size - 1 - at))
+    strides = [0] * len(window.strides)
+    order = sorted(range(len(strides)), key=lambda dim: window.strides[dim], reverse=True)
+    for dim in order:
+        last = window.hi[dim] - window.lo[dim] - 1
+        if last == 0:
+            continue  # along a dim of one element no step is taken, whatever its stride says
+        for number, (step, stride, room) in enumerate(dims):
+            steps = window.strides[dim] // step
+            if window.strides[dim] % step == 0 and 0 < steps * last <= room:
+                strides[dim] = steps * stride
+                dims[number] = step, stride, room - steps * last
+                break
+        else:
+            raise WeightsError(
+                f"live tensor {storage.name!r}: shape {list(storage.shape)} with strides {list(buffer.stride())} shows "
+                f"tensor {window.tensor!r} in no order that can be written in place: make it contiguous"
+            )
+    return start, tuple(strides)
 
 
 def parts_of(lo: Corner, hi: Corner, most: int) -> Iterator[tuple[Corner, Corner]]:

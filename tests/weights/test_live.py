@@ -109,3 +109,38 @@ def test_a_window_into_a_tensor_with_strides_is_the_window_into_an_equal_one_in_
     assert torch.equal(window_view(held, window, whole), expected)
     window_view(held, window, laid).fill_(-2.0)
     assert int((laid == -2.0).sum()) == expected.numel()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_window_whose_dims_are_cut_otherwise_is_shown_wherever_torch_has_such_a_view(data):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+
+    def cut():
+        """Join runs of the sizes into dims."""
+        dims = [1]
+        for size in sizes:
+            if data.draw(st.booleans()):
+                dims.append(1)
+            dims[-1] *= size
+        return tuple(dims)
+
+    shape, logical = cut(), cut()
+    step = data.draw(st.sampled_from([1, 2, 3]))
+    gap = data.draw(st.integers(0, len(shape) - 1))
+    room = torch.full([step * size if dim == gap else size for dim, size in enumerate(shape)], -1.0)
+    laid = room[tuple(slice(None, None, step if dim == gap else 1) for dim in range(len(shape)))]
+    laid.copy_(torch.arange(laid.numel(), dtype=torch.float32).view(shape))
+    whole = laid.reshape(logical).clone()
+    lo = tuple(data.draw(st.integers(0, size - 1)) for size in logical)
+    hi = tuple(data.draw(st.integers(low + 1, size)) for low, size in zip(lo, logical, strict=True))
+    offset = sum(low * stride for low, stride in zip(lo, whole.stride(), strict=True))
+    held = RankStorage("w", shape, "float32", (), False)
+    try:
+        shown = window_view(held, Window("w", lo, hi, offset, whole.stride()), laid)
+    except WeightsError as error:
+        assert "make it contiguous" in str(error)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            laid.view(logical)
+        return
+    assert torch.equal(shown, whole[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))])
