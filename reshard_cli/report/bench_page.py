@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from reshard_cli.report.page_bench import (
@@ -16,53 +16,18 @@ from reshard_cli.report.page_bench import (
     sweep_chart,
 )
 from reshard_cli.report.page_document import page_document, page_text
+from reshard_cli.report.page_parts import (
+    CHART_STYLE,
+    page_facts,
+    page_section,
+    page_table,
+    page_tiles,
+    rate_text,
+)
 from reshard_cli.report.page_svg import Drawing, seconds_text
 from reshard_cli.report.terminal import bytes_text
 
 __all__ = ["bench_page"]
-
-# Okabe and Ito's colours, which people with any colour vision can tell apart, lighter on dark ground
-_STYLE = """
-:root {
-  --mode-0: #d55e00; --mode-1: #b8860b; --mode-2: #0072b2; --mode-3: #008a64;
-  --phase-0: #56b4e9; --phase-1: #0072b2; --phase-2: #e69f00; --phase-3: #009e73; --phase-4: #cc79a7;
-  --on-light: #10151b; --on-dark: #ffffff;
-}
-@media (prefers-color-scheme: dark) {
-  :root { --mode-0: #ff8a3d; --mode-1: #f0c44c; --mode-2: #5ab8f0; --mode-3: #3fd0a4; --phase-1: #2f8fd0; }
-}
-svg { display: block; width: 100%; height: auto; font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
-.wide { min-width: 720px; }
-svg text { fill: var(--text); font-variant-numeric: tabular-nums; }
-svg text.muted { fill: var(--muted); }
-svg text.strong { font-weight: 600; }
-svg .grid { stroke: var(--line); stroke-width: 1; }
-svg .edge { stroke: var(--edge); stroke-width: 1; }
-svg .median { stroke: var(--text); stroke-width: 2; }
-svg .limit { stroke: var(--best); stroke-width: 2; stroke-dasharray: 6 4; fill: none; }
-svg .mark { fill: var(--own); stroke: var(--panel); stroke-width: 0.8; }
-svg .soft { fill: var(--own); opacity: 0.22; }
-svg .interval { stroke: var(--own); stroke-width: 2; }
-svg .thin { fill: none; stroke: var(--own); stroke-width: 1.5; opacity: 0.75; }
-svg .piece { fill: var(--own); stroke: var(--panel); stroke-width: 1; }
-svg text.on { fill: var(--on-light); font-size: 11.5px; }
-svg text.on.phase-1 { fill: var(--on-dark); }
-svg .planned { fill: var(--bar); opacity: 0.5; }
-svg .counted { fill: var(--bar); }
-.mode-0 { --own: var(--mode-0); } .mode-1 { --own: var(--mode-1); }
-.mode-2 { --own: var(--mode-2); } .mode-3 { --own: var(--mode-3); }
-.phase-0 { --own: var(--phase-0); } .phase-1 { --own: var(--phase-1); } .phase-2 { --own: var(--phase-2); }
-.phase-3 { --own: var(--phase-3); } .phase-4 { --own: var(--phase-4); }
-.keys { display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 0 0 8px; padding: 0; list-style: none; font-size: 13px; }
-.keys svg { display: inline-block; width: 14px; height: 14px; vertical-align: -2px; margin-right: 6px; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; vertical-align: -1px; margin-right: 6px;
-  background: var(--own, var(--bar)); }
-.key.half { opacity: 0.5; }
-.pairs { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 20px 32px; }
-.pairs > div { min-width: 0; }
-.dense { font-size: 13px; margin-top: 16px; }
-.dense th, .dense td { padding: 4px 7px; }
-"""
 
 
 def bench_page(report: dict[str, Any]) -> str:
@@ -78,36 +43,7 @@ def bench_page(report: dict[str, Any]) -> str:
         parts.append(_scaled(report["scaled"]))
     parts.append(_environment(report))
     body = "\n".join(parts)
-    return page_document(title, f"<main>\n{body}\n</main>", style=_STYLE)
-
-
-def _section(title: str, note: str, *content: str) -> str:
-    inner = "\n".join(content)
-    return (
-        f'<section>\n<h2>{page_text(title)}</h2>\n<p class="note">{page_text(note)}</p>\n{inner}\n</section>'
-    )
-
-
-def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Return a table; heads: (text, whether it is a column of numbers)."""
-    kinds = [' class="number"' if number else "" for _, number in heads]
-    head = "".join(
-        f'<th scope="col"{kind}>{page_text(text)}</th>' for (text, _), kind in zip(heads, kinds, strict=True)
-    )
-    lines = [
-        "<tr>"
-        + "".join(f"<td{one}>{page_text(cell)}</td>" for cell, one in zip(row, kinds, strict=True))
-        + "</tr>"
-        for row in rows
-    ]
-    named = f' class="{kind}"' if kind else ""
-    body = "\n".join(lines)
-    return f'<div class="scroll"><table{named}><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> str:
-    listed = "\n".join(f"<dt>{page_text(name)}</dt><dd>{page_text(value)}</dd>" for name, value in rows)
-    return f"<dl>\n{listed}\n</dl>"
+    return page_document(title, f"<main>\n{body}\n</main>", style=CHART_STYLE)
 
 
 def _where(report: dict[str, Any]) -> str:
@@ -147,26 +83,16 @@ def _tiles(report: dict[str, Any]) -> str:
             "Nothing crosses domains" if report["limit_seconds"] is None
             else f"The limit is {seconds_text(report['limit_seconds'])}, by a bare exchange of this run",
         ]),
-        ("Bus bandwidth", _rate(best["bus_bandwidth"]), [
+        ("Bus bandwidth", rate_text(best["bus_bandwidth"]), [
             "Network bytes of the busiest rank and direction over time",
-            f"Algorithm bandwidth {_rate(best['algorithm_bandwidth'])}",
+            f"Algorithm bandwidth {rate_text(best['algorithm_bandwidth'])}",
         ]),
         ("Repeats", f"{best['repeats']}", [
             f"of each mode in turn, after {best['warmup']} warm-ups each",
             "Every element verified" if best["verified_elements"] is not None else "Not verified",
         ]),
     ]  # fmt: skip
-    made = [
-        f'<div class="tile"><h2>{page_text(title)}</h2><strong>{page_text(value)}</strong>'
-        + "".join(f'<p class="muted">{page_text(line)}</p>' for line in lines if line)
-        + "</div>"
-        for title, value, lines in tiles
-    ]
-    return f'<div class="tiles">\n{chr(10).join(made)}\n</div>'
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{bytes_text(value)}/s"
+    return page_tiles(tiles)
 
 
 def _times(value: float | None, digits: int) -> str:
@@ -192,8 +118,8 @@ def _modes_table(report: dict[str, Any]) -> str:
             bytes_text(report["model_bytes"]),
             seconds_text(one["median"]),
             f"{one['ci95'][0]:.4g}–{one['ci95'][1]:.4g}",
-            _rate(one["algorithm_bandwidth"]),
-            _rate(one["bus_bandwidth"]),
+            rate_text(one["algorithm_bandwidth"]),
+            rate_text(one["bus_bandwidth"]),
             bytes_text(one["network_bytes_planned"]),
             "–" if one["network_bytes_measured"] is None else bytes_text(one["network_bytes_measured"]),
             _times(one["ratio_to_limit"], 3),
@@ -203,14 +129,14 @@ def _modes_table(report: dict[str, Any]) -> str:
         for one in report["modes"]
     ]
     note = "Medians of the slowest rank's time with bootstrap intervals; speed-up is over mode broadcast."
-    return _section("Modes", note, _table([("mode", False), *((head, True) for head in heads)], rows))
+    return page_section("Modes", note, page_table([("mode", False), *((head, True) for head in heads)], rows))
 
 
 def _pictures(report: dict[str, Any]) -> list[str]:
     modes, limit = report["modes"], report["limit_seconds"]
     strokes = "The box holds the middle half of the repeats, the upright stroke is the median, the bar below its 95 % interval"
     sections = [
-        _section(
+        page_section(
             "Every repeat",
             strokes
             + (
@@ -220,13 +146,13 @@ def _pictures(report: dict[str, Any]) -> list[str]:
             ),
             f'<div class="scroll"><div class="wide">{repeat_chart(modes, limit)}</div></div>',
         ),
-        _section(
+        page_section(
             "Over the run",
             "Modes take turns, so that whatever drifts hits all alike. A slope is drift, a far point a disturbance.",
             _mode_keys(modes),
             f'<div class="scroll"><div class="wide">{course_chart(modes)}</div></div>',
         ),
-        _section(
+        page_section(
             "Phases",
             "Each phase's median of the slowest rank; the stroke is the median of the whole refit. What a rank waits for "
             "counts as network or domain. Ranks are slowest in different phases, so the sum may exceed the whole.",
@@ -275,7 +201,7 @@ def _sweep(report: dict[str, Any]) -> str:
         "which knows no latency."
     )
     if not measured:
-        return _section("Sweep over sizes", note, left_out)
+        return page_section("Sweep over sizes", note, left_out)
     heads = [("size (B)", True), ("count", True), ("type", False), ("mode", False), ("time (µs)", True)]
     heads += [
         (name, True) for name in ("95 % of it", "algbw", "busbw", "#wrong", "network", "of limit", "refits")
@@ -288,8 +214,8 @@ def _sweep(report: dict[str, Any]) -> str:
             one["mode"],
             f"{1e6 * one['median']:,.1f}",
             f"{1e6 * one['ci95'][0]:,.0f}–{1e6 * one['ci95'][1]:,.0f}",
-            _rate(one["algorithm_bandwidth"]),
-            _rate(one["bus_bandwidth"]),
+            rate_text(one["algorithm_bandwidth"]),
+            rate_text(one["bus_bandwidth"]),
             "N/A" if one["verified_elements"] is None else "0",
             bytes_text(one["network_bytes_planned"]),
             _times(one["ratio_to_limit"], 2 if (one["ratio_to_limit"] or 0) < 100 else 0),
@@ -304,13 +230,13 @@ def _sweep(report: dict[str, Any]) -> str:
     pictures = "".join(
         f"<div><h3>{title}</h3>{sweep_chart(sweep, value)}</div>" for title, value in (("Time", "time"), rate)
     )
-    return _section(
+    return page_section(
         "Sweep over sizes",
         note,
         left_out,
         _mode_keys(measured[0]["modes"]),
         f'<div class="pairs">{pictures}</div>',
-        _table(heads, rows, "dense"),
+        page_table(heads, rows, "dense"),
     )
 
 
@@ -327,7 +253,7 @@ def _scaled(scaled: dict[str, Any]) -> str:
         for one in scaled["changes"]
     ]
     note = f"Everything that --scale {scaled['factor']:g} changed. Kinds of layers, heads and groups are as they were."
-    return _section("What was scaled down", note, _table(heads, rows))
+    return page_section("What was scaled down", note, page_table(heads, rows))
 
 
 def _environment(report: dict[str, Any]) -> str:
@@ -339,12 +265,12 @@ def _environment(report: dict[str, Any]) -> str:
     ]
     facts += [(name, value) for name, value in environment.get("settings", {}).items()]
     if probe["median"] is not None:
-        rates = ", ".join(_rate(rate) for rate in probe["bytes_per_second_of_a_domain"])
+        rates = ", ".join(rate_text(rate) for rate in probe["bytes_per_second_of_a_domain"])
         facts.append(("bare exchange, by domain", rates))
     digests = [(f"layout of the {side}", digest) for side, digest in report["layouts"].items()]
     digests += [(f"plan, {one['mode']}", one["digest"]) for one in report["modes"]]
     return (
         '<section><div class="columns">\n'
-        f"<div><h2>Environment</h2>\n{_facts(facts)}</div>\n"
-        f"<div><h2>Digests</h2>\n{_facts(digests)}</div>\n</div></section>"
+        f"<div><h2>Environment</h2>\n{page_facts(facts)}</div>\n"
+        f"<div><h2>Digests</h2>\n{page_facts(digests)}</div>\n</div></section>"
     )
