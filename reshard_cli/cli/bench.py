@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
-from reshard_cli.cli.output import check_file, write_json, write_text
+from reshard_cli.cli.output import check_files, write_json, write_text
 from reshard_cli.errors import DocumentError
 from reshard_cli.plan.routes import Mode
 from reshard_cli.refit.bench_result import BenchOptions, BenchResult, sweep_sizes
@@ -46,10 +46,7 @@ class BenchFlags:
 
     def check(self) -> None:
         """Refuse what can be seen to be wrong before anything is read. Raises DocumentError."""
-        for file, flag in (
-            (self.json_file, "--json"), (self.csv_file, "--csv"), (self.html_file, "--html"),
-        ):  # fmt: skip
-            check_file(file, flag)
+        check_files({"--json": self.json_file, "--csv": self.csv_file, "--html": self.html_file})
 
     def room(self) -> Room | None:
         """Return the emulated cluster that a scaled pair has to fill."""
@@ -129,7 +126,7 @@ def _show(result: BenchResult, flags: BenchFlags, changes: list[Change]) -> None
         write_text(_csv(report), flags.csv_file, "--csv")
     if flags.html_file is not None:
         write_text(bench_page(report), flags.html_file, "--html")
-    if flags.json_file != "-":
+    if "-" not in (flags.json_file, flags.csv_file, flags.html_file):
         print_bench(report)
 
 

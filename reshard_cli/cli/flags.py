@@ -19,6 +19,7 @@ __all__ = [
     "DomainFlag",
     "DoubleBufferFlag",
     "ExtraFlag",
+    "HtmlFlag",
     "IterationsFlag",
     "JoinFlag",
     "JsonFlag",
@@ -121,6 +122,7 @@ TrustFlag = Annotated[
 JsonFlag = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="write the report; - for standard output, alone")
 ]
+HtmlFlag = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write a page of pictures")]
 DebugFlag = Annotated[bool, typer.Option("--debug", help="show the traceback of a failure")]
 OriginFlag = Annotated[
     str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.output import check_files, write_json
 from reshard_cli.errors import DocumentError
 from reshard_cli.report.terminal import bytes_text, print_model
 from reshard_cli.spec.model import LogicalTensor
@@ -19,7 +19,7 @@ def run_inspect(
     folder: Path, *, write: Path | None, name: str | None, json_file: str | None, trust: bool
 ) -> None:
     """Print the tensors, those of all layers as one line. Raises DocumentError or WeightsError."""
-    check_file(json_file, "--json")
+    check_files({"--json": json_file})
     model = read_model(folder, trust=trust)
     families: dict[tuple[str, tuple[int, ...], str], list[LogicalTensor]] = defaultdict(list)
     for tensor in model.tensors:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
 from reshard_cli.errors import DocumentError, printable
 from reshard_cli.refit.prepare import RefitOptions, parse_domain
@@ -26,7 +25,6 @@ def run_joined_refit(
     token_file: Path | None,
     also: list[Path],
     rejoin: bool,
-    json_file: str | None,
     telling: Telling,
     debug: bool,
 ) -> None:
@@ -38,7 +36,6 @@ def run_joined_refit(
     if also and role == "destination":
         raise DocumentError("--also: a destination job has one layout; the source lets in several")
     secret = _secret(token, token_file)
-    check_file(json_file, "--json")
     telling.check()
     parse_domain(options.domain)
 
@@ -64,7 +61,7 @@ def run_joined_refit(
     own = layouts[0] if role == "source" else layouts[1]
 
     def show(report: RefitReport) -> None:
-        telling.report(refit_report(report), json_file)
+        telling.report(refit_report(report))
 
     def note(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)

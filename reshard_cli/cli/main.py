@@ -22,6 +22,7 @@ from reshard_cli.cli.flags import (
     DomainFlag,
     DoubleBufferFlag,
     ExtraFlag,
+    HtmlFlag,
     IterationsFlag,
     JoinFlag,
     JsonFlag,
@@ -84,9 +85,7 @@ def plan(
         ),
     ] = None,
     json: JsonFlag = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="write a page of pictures")
-    ] = None,
+    html: HtmlFlag = None,
     debug: DebugFlag = False,
 ) -> None:
     """Show what a refit would move, without running it: no GPU, no ranks, no torch."""
@@ -127,6 +126,7 @@ def refit(
     lines: LinesFlag = None,
     metrics: MetricsFlag = None,
     json: JsonFlag = None,
+    html: HtmlFlag = None,
     debug: DebugFlag = False,
 ) -> None:
     """Move the weights: under torchrun, or by itself on this machine."""
@@ -146,7 +146,7 @@ def refit(
         verify=verify, staging=_bytes_of(staging), timeout=timeout, backend=backend.value, domain=domain,
         colocated=colocated, allow_extra=allow_extra, trust_checkpoint=trust_checkpoint,
     )  # fmt: skip
-    telling = Telling(lines, metrics)
+    telling = Telling(lines, metrics, json, html)
     if join is None:
         given = {
             "--role": role,
@@ -160,11 +160,11 @@ def refit(
                 raise typer.BadParameter(
                     "is for jobs that join each other: give --join HOST:PORT", param_hint=flag
                 )
-        run_refit(options, json_file=json, telling=telling, debug=debug)
+        run_refit(options, telling=telling, debug=debug)
     else:
         run_joined_refit(
             options, address=join, role=None if role is None else role.value, token=token, token_file=token_file,
-            also=also or [], rejoin=rejoin, json_file=json, telling=telling, debug=debug,
+            also=also or [], rejoin=rejoin, telling=telling, debug=debug,
         )  # fmt: skip
 
 
@@ -179,6 +179,9 @@ def bench(
             metavar="a,b,...",
             help="the modes to measure, in turn; default: all, with --sweep broadcast,reshard",
         ),
+    ] = None,
+    mode: Annotated[
+        ModeName | None, typer.Option("--mode", help="the only mode to measure, as --modes with one")
     ] = None,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="refits of each mode that do not count")] = 2,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="refits of each mode that do")] = 7,
@@ -220,22 +223,22 @@ def bench(
     csv: Annotated[
         str | None, typer.Option("--csv", metavar="FILE", help="write every repeat's seconds")
     ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="write a page of pictures")
-    ] = None,
+    html: HtmlFlag = None,
     debug: DebugFlag = False,
 ) -> None:
     """Measure refits of synthetic weights in memory: interleaved repeats, medians, bytes planned and counted."""
     from reshard_cli.cli.bench import BenchFlags, run_bench
     from reshard_cli.refit.prepare import RefitOptions
 
+    if mode is not None and modes is not None:
+        raise DocumentError("--mode and --modes: give one of them")
     run_bench(
         RefitOptions(
             source=source, destination=destination, model=model, verify=verify, staging=_bytes_of(staging),
             timeout=timeout, backend=backend.value, domain=domain,
         ),
         BenchFlags(
-            modes=modes, warmup=warmup, repeats=repeats, scale=scale, sweep=sweep, emulate=emulate, nic=nic,
+            modes=modes if mode is None else mode.value, warmup=warmup, repeats=repeats, scale=scale, sweep=sweep, emulate=emulate, nic=nic,
             json_file=json, csv_file=csv, html_file=html,
         ),
         debug=debug,

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard_cli.errors import DocumentError
 
-__all__ = ["check_file", "write_json", "write_text"]
+__all__ = ["check_files", "write_json", "write_text"]
 
 
-def check_file(file: str | None, flag: str) -> None:
-    """Refuse a report file that cannot be written, before any work is done. Raises DocumentError."""
-    if file in (None, "-"):
-        return
-    path = Path(str(file))
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def check_files(files: Mapping[str, str | None]) -> None:
+    """Refuse files, by their flags, that cannot be written, before any work is done. Raises DocumentError."""
+    for flag, file in files.items():
+        if file not in (None, "-"):
+            _check_file(str(file), flag)
+    printed = [flag for flag, file in files.items() if file == "-"]
+    if len(printed) > 1:
+        raise DocumentError(f"{' and '.join(printed)}: only one of them can have standard output")
+
+
+def _check_file(file: str, flag: str) -> None:
+    path = Path(file)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise DocumentError(f"{flag}: {path} cannot be written: its folder must exist, and it must be a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise DocumentError(f"{flag}: {path} cannot be written: permission denied")
 
 
 def write_json(report: dict[str, Any], json_file: str) -> None:

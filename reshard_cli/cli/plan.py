@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard_cli.cli.output import check_file, write_json, write_text
+from reshard_cli.cli.output import check_files, write_json, write_text
 from reshard_cli.errors import DocumentError
 from reshard_cli.plan.build import Plan, build_plan
 from reshard_cli.plan.routes import Mode
@@ -39,8 +39,7 @@ def run_plan(
     trust: bool,
 ) -> None:
     """Plan and print. Raises DocumentError or WeightsError."""
-    check_file(json_file, "--json")
-    check_file(html_file, "--html")
+    check_files({"--json": json_file, "--html": html_file})
     if domain == "auto":
         raise DocumentError(
             "--domain auto: only running ranks can say which machine they are on; give a number"
@@ -71,7 +70,7 @@ def run_plan(
         from reshard_cli.report.plan_page import plan_page
 
         write_text(plan_page(report, plan, jobs, colocated), html_file, "--html")
-    if json_file != "-":
+    if "-" not in (json_file, html_file):
         print_plan(report)
 
 

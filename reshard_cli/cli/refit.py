@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-from reshard_cli.cli.output import check_file
 from reshard_cli.cli.telling import Telling
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain, read_jobs
 from reshard_cli.spec.headers import is_rank_folder
@@ -17,11 +16,10 @@ __all__ = ["run_refit"]
 _SHOW_PROGRESS_AFTER = 2.0
 
 
-def run_refit(options: RefitOptions, *, json_file: str | None, telling: Telling, debug: bool) -> None:
+def run_refit(options: RefitOptions, *, telling: Telling, debug: bool) -> None:
     """Run the refit and end the process with its exit code. Raises what can be said before any rank starts."""
 
     def read() -> Jobs:
-        check_file(json_file, "--json")
         telling.check()
         parse_domain(options.domain)
         folder = Path(options.origin)
@@ -45,7 +43,7 @@ def run_refit(options: RefitOptions, *, json_file: str | None, telling: Telling,
     from reshard_cli.transport.launcher import World, launch, world_of_environment
 
     def show(report: RefitReport) -> None:
-        telling.report(refit_report(report), json_file)
+        telling.report(refit_report(report))
 
     def tell(one: Iteration) -> None:
         telling.refit(RefitOfLoop("both", "", one.version, True, False, one.seconds, one))

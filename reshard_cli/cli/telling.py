@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard_cli.cli.output import check_file, write_json
+from reshard_cli.cli.output import check_files, write_json, write_text
 from reshard_cli.errors import DocumentError
+from reshard_cli.report.refit_page import refit_page
 from reshard_cli.report.terminal import print_refit
 
 __all__ = ["LINE_SCHEMA", "Telling"]
@@ -34,12 +35,20 @@ class Telling:
 
     lines: str | None = None
     metrics: Path | None = None
+    json_file: str | None = None
+    html_file: str | None = None
     _totals: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse files that cannot be written. Raises DocumentError."""
-        check_file(self.lines, "--lines")
-        check_file(None if self.metrics is None else str(self.metrics), "--metrics")
+        metrics = None if self.metrics is None else str(self.metrics)
+        if metrics == "-":
+            raise DocumentError(
+                "--metrics: is replaced after each refit, so it has to be a file; --lines takes -"
+            )
+        check_files({
+            "--lines": self.lines, "--metrics": metrics, "--json": self.json_file, "--html": self.html_file,
+        })  # fmt: skip
 
     def refit(self, one: Any) -> None:
         """Tell one refit: a dataclass with role, job, version, committed, torn, seconds, measured and error."""
@@ -52,11 +61,13 @@ class Telling:
             self._count(one.role, one.job, line)
             self._write()
 
-    def report(self, values: dict[str, Any], json_file: str | None) -> None:
+    def report(self, values: dict[str, Any]) -> None:
         """Write the report of the end, and print it where standard output is not for something else."""
-        if json_file is not None:
-            write_json(values, json_file)
-        if "-" not in (json_file, self.lines):
+        if self.json_file is not None:
+            write_json(values, self.json_file)
+        if self.html_file is not None:
+            write_text(refit_page(values), self.html_file, "--html")
+        if "-" not in (self.json_file, self.html_file, self.lines):
             print_refit(values)
 
     def _line(self, text: str) -> None:
