@@ -79,13 +79,9 @@ def _open(
 
 
 def check_target(target: str, token: str) -> PendingFolder | None:
-    """Return the folder that `--to` names, or None for memory. Raises DocumentError for anything else."""
+    """Return the folder that `--to` names, or None for memory. Raises DocumentError where a folder cannot be made."""
     if target == "memory":
         return None
-    if target.startswith("live:"):
-        raise DocumentError(
-            f"--to: {target!r}: live targets are not in this version; give a folder or 'memory'"
-        )
     folder = PendingFolder(Path(target).absolute(), token)
     folder.check()
     return folder
