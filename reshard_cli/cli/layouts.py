@@ -14,7 +14,8 @@ from reshard_cli.spec.hardware_profile import hardware_names, hardware_text
 from reshard_cli.spec.layout_document import LoadedLayout, read_layout_document
 from reshard_cli.spec.model import rename_model
 from reshard_cli.spec.model_document import read_model
-from reshard_cli.spec.preset import preset_about, preset_names, preset_text, with_preset
+from reshard_cli.spec.preset import with_preset
+from reshard_cli.spec.preset_files import preset_about, preset_names, preset_text
 from reshard_cli.spec.shipped import shipped_document, shipped_documents, shipped_folder
 
 __all__ = ["run_layouts"]

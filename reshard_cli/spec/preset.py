@@ -7,6 +7,8 @@ the job's sizes and the model's config, and with conditions:
     most_dims: NUMBER       a tensor rule for just the tensors of at most so many dims
     layers_from: EXPRESSION what is left out: all layers from this one on (nothing where the config lacks it)
     layers_of: PATTERN      a storage rule for just the layers that have such a tensor
+    cuts_evenly: AXES       of the whole preset: what these axes do not divide evenly is refused
+    uneven: true            a tensor rule that is not held to that: its tensors are cut as parts of another
 
 Rules that fit no tensor of the model are dropped before their expressions are looked at, so a model needs no
 config but for the tensors that it has. What comes out knows no engine any more.
@@ -17,35 +19,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from reshard_cli.errors import DocumentError, Problem
 from reshard_cli.spec.casts import weight_of_scale
 from reshard_cli.spec.checking import told_fault
+from reshard_cli.spec.even_cuts import uneven_cut
 from reshard_cli.spec.expressions import Function, evaluate
 from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout, leaves_out
 from reshard_cli.spec.located import KeyPath, Located, key_text
 from reshard_cli.spec.model import LogicalTensor, Model
 from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
+from reshard_cli.spec.preset_files import PRESET_SECTIONS, preset_names, read_preset
 from reshard_cli.spec.stages import stage_layers
 
-__all__ = [
-    "PresetError",
-    "expanded",
-    "preset_about",
-    "preset_names",
-    "preset_text",
-    "told_left_out",
-    "with_preset",
-]
+__all__ = ["PresetError", "expanded", "told_left_out", "with_preset"]
 
 _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
-_SECTIONS = ("tensors", "storage", "casts")
 
 
 class PresetError(ValueError):
@@ -54,39 +46,6 @@ class PresetError(ValueError):
     def __init__(self, key: str, message: str) -> None:
         self.key = key
         super().__init__(message)
-
-
-def preset_names() -> list[str]:
-    """Return the names of the presets."""
-    folder = resources.files("reshard_cli.spec") / "presets"
-    return sorted(one.name.removesuffix(".yaml") for one in folder.iterdir() if one.name.endswith(".yaml"))
-
-
-def preset_text(name: str) -> str:
-    """Return a preset's file. Raises DocumentError for a name that is none."""
-    if name not in preset_names():
-        raise DocumentError(f"no engine preset is named {name!r}; there are: {', '.join(preset_names())}")
-    return (resources.files("reshard_cli.spec") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def preset_about(name: str) -> str:
-    """Return what a preset says of itself in a line."""
-    return str(_preset(name)["about"])
-
-
-@lru_cache(maxsize=16)
-def _preset(name: str) -> dict[str, Any]:
-    """Return a preset with what it extends: its own rules go first, its other sections replace."""
-    own: dict[str, Any] = yaml.load(preset_text(name), Loader=yaml.CSafeLoader)
-    if "extends" not in own:
-        return own
-    base = _preset(own["extends"])
-    merged = {**base, **own}
-    for section in _SECTIONS:
-        merged[section] = own.get(section, []) + base.get(section, [])
-    for section in ("let", "options"):
-        merged[section] = {**base.get(section, {}), **own.get(section, {})}
-    return merged
 
 
 class _Sizes(Mapping[str, int]):
@@ -123,7 +82,7 @@ class _Expander:
         """`left_out`: patterns of tensors of the model that the job does not hold."""
         assert document.engine is not None
         self.document = document
-        self.preset = _preset(document.engine)
+        self.preset = read_preset(document.engine)
         # one tensor of each kind is enough to know which rules fit; kinds differ in more than the layer
         kinds: dict[str, LogicalTensor] = {}
         self.layers: dict[str, list[int]] = {}
@@ -253,6 +212,7 @@ class _Expander:
     def tensor_rules(self, meshes: Mapping[str, Mapping[str, int]], default: str) -> list[dict[str, Any]]:
         found = []
         taken: set[str] = set()
+        own = [Pattern(one.match) for one in self.document.tensors]
         for rule in self.preset["tensors"]:
             names = set(self.fits(rule["match"])) - taken
             if "most_dims" in rule:
@@ -262,12 +222,14 @@ class _Expander:
             taken |= names
             mesh = rule.get("mesh", default)
             # what an axis of one coordinate would do is left out before its expressions ask for config
-            kept = {key: one for key, one in rule.items() if key not in ("when", "most_dims")}
+            kept = {key: one for key, one in rule.items() if key not in ("when", "most_dims", "uneven")}
             kept["place"] = {axis: text for axis, text in rule["place"].items() if axis in meshes[mesh]}
             if not any(text.startswith(("shard", "expert")) for text in kept["place"].values()):
                 kept.pop("blocks", None)
             found.append({**self.filled(kept, rule["match"]), "mesh": mesh})
-        own = [Pattern(one.match) for one in self.document.tensors]
+            if not rule.get("uneven"):
+                mine = [name for name in sorted(names) if not any(one.matches(name) for one in own)]
+                self.check_even(found[-1], mine, meshes[mesh])
         unknown = [
             name for name in self.tensors if name not in taken and not any(one.matches(name) for one in own)
         ]
@@ -279,6 +241,13 @@ class _Expander:
                 "models; write rules for them under `tensors`",
             )
         return found
+
+    def check_even(self, rule: Mapping[str, Any], names: Sequence[str], axes: Mapping[str, int]) -> None:
+        """Refuse shards of several sizes where the engine has none."""
+        for name in names:
+            told = uneven_cut(rule, self.tensors[name], axes, self.preset.get("cuts_evenly", ()))
+            if told is not None:
+                raise PresetError("parallel", f"{told}, and {self.document.engine} has no short shards")
 
     def left_out(self) -> list[str]:
         """Return the patterns of tensors that the engine does not hold, and forget those tensors."""
@@ -477,7 +446,11 @@ class _PresetLocated(Located):
     """Points at the line of `engine` for everything that a preset wrote."""
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        if len(path) > 1 and path[0] in ("meshes", "pipeline", *_SECTIONS) and path[:2] not in self.lines:
+        if (
+            len(path) > 1
+            and path[0] in ("meshes", "pipeline", *PRESET_SECTIONS)
+            and path[:2] not in self.lines
+        ):
             told = f"{_rule_text(self.value, path)}: {message}"
             return Problem(self.file, self.line(("engine",)), "engine", told)
         return Located.problem(self, path, message)
