@@ -15,7 +15,7 @@ from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import Holdings, Interleaved
 from reshard_cli.layout.pipeline import Stages
 from reshard_cli.spec.casts import SCALE_SUFFIX
-from reshard_cli.spec.layout_document import LoadedLayout, StorageRule
+from reshard_cli.spec.layout_document import LoadedLayout, StorageRule, leave_out_path
 from reshard_cli.spec.located import KeyPath
 from reshard_cli.spec.model import LogicalTensor
 from reshard_cli.spec.names import Pattern, expand_braces, fill, has_digit, substitute, template_of
@@ -96,6 +96,8 @@ def group_storages(
         index, operand, pattern = found
         rule = loaded.document.storage[index]
         if rule.rename is not None:
+            if not _can_transpose(index, rule, tensor, add):
+                continue
             groups.append(
                 StorageGroup(_renamed(rule, pattern, tensor), tensor.layer, (position,), index, rule)
             )
@@ -113,7 +115,8 @@ def group_storages(
             missing = fill(text, layer=layer)
             if loaded.leaves_out(missing):
                 beside = tensors[min(found_operands.values())].name
-                add(("leave_out",), "operand", told_left_out(missing, beside, rule.tensor))
+                where = leave_out_path(loaded.document.leave_out, missing)
+                add(where, "operand", told_left_out(missing, beside, rule.tensor))
             else:
                 add(("storage", index, "concat"), "lacking", f"no tensor of the model is {missing!r}")
             continue
@@ -203,8 +206,12 @@ def _fit(index: int, rule: StorageRule, members: list[LogicalTensor], add: AddPr
             message = f"{member.name!r} has {rows} rows a group, no pairs of {run}"
             add((*where, "unzip", str(members.index(member))), "runs", message)
             return False
-    if rule.transpose and len(first.shape) - first.has_experts < 2:
-        add((*where, "transpose"), "dims", f"{first.name!r} has fewer than two dims to swap")
+    return _can_transpose(index, rule, first, add)
+
+
+def _can_transpose(index: int, rule: StorageRule, tensor: LogicalTensor, add: AddProblem) -> bool:
+    if rule.transpose and len(tensor.shape) - tensor.has_experts < 2:
+        add(("storage", index, "transpose"), "dims", f"{tensor.name!r} has fewer than two dims to swap")
         return False
     return True
 

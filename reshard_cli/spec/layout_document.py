@@ -32,6 +32,7 @@ __all__ = [
     "StorageRule",
     "TensorRule",
     "check_layout",
+    "leave_out_path",
     "leaves_out",
     "read_layout_document",
 ]
@@ -160,6 +161,13 @@ def leaves_out(patterns: Sequence[str], name: str) -> bool:
     return any(Pattern(text).matches(probe) for text in patterns)
 
 
+def leave_out_path(patterns: Sequence[str], name: str) -> KeyPath:
+    """Return the key of the pattern of `leave_out` that fits a tensor's name."""
+    found = (index for index, text in enumerate(patterns) if leaves_out([text], name))
+    index = next(found, None)
+    return ("leave_out",) if index is None else ("leave_out", index)
+
+
 class _Checker:
     """Collects the problems of one document."""
 
@@ -190,9 +198,17 @@ class _Checker:
         if fault is not None:
             self.add(path, fault)
 
+    def printable(self, path: KeyPath, text: str) -> None:
+        """Note a name of anything else, which would break the tables that show it."""
+        if not text.isprintable():
+            self.add(path, f"{text!r} is no name: it has a character that cannot be printed")
+
     def mesh_sizes(self) -> None:
         ranks = self.document.ranks
         for name, axes in self.document.meshes.items():
+            self.printable(("meshes", name), name)
+            for axis in axes:
+                self.printable(("meshes", name, axis), axis)
             small = [axis for axis, size in axes.items() if size < 1]
             for axis in small:
                 self.add(("meshes", name, axis), f"an axis has at least 1 coordinate, not {axes[axis]}")
@@ -256,9 +272,9 @@ class _Checker:
             if pipeline is None:
                 self.add(where, "`stage` needs the document's `pipeline`: {layers: [...], first, last}")
             elif pipeline.layers is not None and len(pipeline.layers) != size:
-                self.add(
-                    where, f"the axis has {size} coordinates, pipeline.layers names {len(pipeline.layers)}"
-                )
+                # told once and where the stages are, not at every rule that has one
+                told = f"axis {where[-1]!r} has {size} coordinates, {len(pipeline.layers)} stages are named"
+                self.add(("pipeline", "layers"), told)
 
     def padding(self, where: KeyPath, rule: TensorRule) -> None:
         for dim, multiple in rule.pad.items():
@@ -286,14 +302,18 @@ class _Checker:
         self.name((*where, "tensor"), rule.tensor)
         if bool(rule.concat) == (rule.rename is not None):
             self.add(where, "write either `concat` (a list of patterns) or `rename` (one pattern)")
+        num_operands = 0
         for position, pattern in enumerate(rule.concat):
-            for choice in expand_braces(pattern):
+            path: KeyPath = (*where, "concat", position)
+            choices = self.tried(path, expand_braces, pattern)
+            if choices is None:
+                return
+            num_operands += len(choices)
+            for choice in choices:
                 if "*" in choice:
-                    self.add(
-                        (*where, "concat", position), "an operand is named in full; `*` is not taken here"
-                    )
+                    self.add(path, "an operand is named in full; `*` is not taken here")
                     break
-                if self.tried((*where, "concat", position), Pattern, choice) is None:
+                if self.tried(path, Pattern, choice) is None:
                     break
         if rule.rename is not None:
             read = self.tried((*where, "rename"), Pattern, rule.rename)
@@ -309,20 +329,16 @@ class _Checker:
         for operand, rows in rule.unzip.items():
             if rule.interleave is None:
                 self.add((*where, "unzip"), "goes with `interleave`")
-            elif not (operand.isascii() and operand.isdigit()) or int(operand) >= self._operands(rule):
-                self.add((*where, "unzip", operand), f"operands are numbered 0 to {self._operands(rule) - 1}")
+            elif not (operand.isascii() and operand.isdigit()) or int(operand) >= num_operands:
+                self.add((*where, "unzip", operand), f"operands are numbered 0 to {num_operands - 1}")
             elif rows < 1:
                 self.add((*where, "unzip", operand), f"a run has at least 1 row, not {rows}")
         if rule.stack == "expert" and "{expert}" in rule.tensor:
             self.add(
                 (*where, "tensor"), "a stack holds all the rank's experts; leave {expert} out of its name"
             )
-        if rule.stack == "expert" and rule.dim == 0 and len(rule.concat) > 0 and self._operands(rule) > 1:
+        if rule.stack == "expert" and rule.dim == 0 and num_operands > 1:
             self.add((*where, "dim"), "dim 0 of a stack is the expert; concatenate along 1 or more")
-
-    @staticmethod
-    def _operands(rule: StorageRule) -> int:
-        return sum(len(expand_braces(pattern)) for pattern in rule.concat)
 
     def cast(self, index: int) -> tuple[Pattern, str | Blockwise] | None:
         rule = self.document.casts[index]
@@ -383,6 +399,7 @@ def check_layout(
     Raises DocumentError with the problems found before, and all of its own.
     """
     checker = _Checker(document, located)
+    checker.printable(("name",), document.name)
     checker.dtype(("dtype",), document.dtype)
     checker.mesh_sizes()
     checker.pipeline()

@@ -135,7 +135,8 @@ def group_experts(tensors: Iterable[LogicalTensor]) -> list[LogicalTensor]:
 def _order(name: str) -> tuple[tuple[int, str], ...]:
     """Order names as people do: numbers by value."""
     return tuple(
-        (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")
+        (int(part), "") if part.isascii() and part.isdigit() and len(part) < 19 else (-1, part)
+        for part in name.split(".")
     )
 
 

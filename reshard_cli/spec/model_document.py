@@ -104,7 +104,7 @@ class _Reader:
     def add(self, path: KeyPath, message: str) -> None:
         self.problems.append(self.located.problem(path, message))
 
-    def number(self, path: KeyPath, expression: str | int, least: int) -> int:
+    def number(self, path: KeyPath, expression: str | int, least: int, most: int | None = None) -> int:
         try:
             value = evaluate(expression, self.sizes)
         except ValueError as error:
@@ -113,6 +113,9 @@ class _Reader:
         if value < least:
             self.add(path, f"{expression!r} is {value}; it must be at least {least}")
             return least
+        if most is not None and value > most:
+            self.add(path, f"{expression!r} is {value}; it must be at most {most}")
+            return least
         return value
 
     def run(self) -> None:
@@ -120,6 +123,10 @@ class _Reader:
             self.sizes[name] = self.number(("sizes", name), expression, 0)
         for name, expression in self.document.config.items():
             self.config[name] = self.number(("config", name), expression, 0)
+        if not self.document.name.isprintable():
+            self.add(
+                ("name",), f"{self.document.name!r} is no name: it has a character that cannot be printed"
+            )
         if self.document.dtype not in ITEM_SIZE:
             self.add(("dtype",), f"unknown dtype {self.document.dtype!r}; {dtype_hint(self.document.dtype)}")
         for pattern, entry in self.document.tensors.items():
@@ -133,7 +140,7 @@ class _Reader:
         if expression is None:
             self.add(path, f"{{{word}}} needs `ranges: {{{word}: ...}}`")
             return 0
-        return self.number(("ranges", word), expression, 1)
+        return self.number(("ranges", word), expression, 1, _MAX_TENSORS)
 
     def entry(self, pattern: str, entry: list[str | int] | _TensorEntry) -> None:
         where: KeyPath = ("tensors", pattern)
@@ -168,10 +175,12 @@ class _Reader:
         for template in expand_braces(pattern):
             for layer in layers:
                 self.tensor(where, template, layer, shape, dtype or self.document.dtype, experts)
+            if len(self.tensors) > _MAX_TENSORS:
+                return
 
     def experts(self, where: KeyPath, entry: list[str | int] | _TensorEntry) -> int:
         if isinstance(entry, _TensorEntry) and entry.experts is not None:
-            return self.number((*where, "experts"), entry.experts, 1)
+            return self.number((*where, "experts"), entry.experts, 1, _MAX_TENSORS)
         return self.range_of("expert", where)
 
     def layers(self, where: KeyPath, entry: list[str | int] | _TensorEntry) -> list[int]:
@@ -192,8 +201,8 @@ class _Reader:
         if isinstance(chosen, _LayerPattern):
             chosen = [layer for layer, letter in enumerate(chosen.pattern) if letter == chosen.letter]
         if isinstance(chosen, _LayerRange):
-            start = self.number((*path, "from"), chosen.start, 0)
-            stop = count if chosen.to is None else self.number((*path, "to"), chosen.to, 0)
+            start = self.number((*path, "from"), chosen.start, 0, _MAX_TENSORS)
+            stop = count if chosen.to is None else self.number((*path, "to"), chosen.to, 0, _MAX_TENSORS)
             chosen = list(range(start, stop, self.number((*path, "step"), chosen.step, 1)))
         outside = [layer for layer in chosen if not 0 <= layer < count]
         if outside:
@@ -279,7 +288,7 @@ def model_document_text(model: Model, name: str) -> str:
                 entry["dtype"] = own_dtype
             if experts not in (0, num_experts):
                 entry["experts"] = experts
-            if merged and chosen != list(range(num_layers)):
+            if merged and (len(chosen) != num_layers or any(a != b for a, b in enumerate(chosen))):
                 entry["layers"] = chosen
             entries[key] = entry if len(entry) > 1 else inner
     ranges = {key: count for key, count in (("layer", num_layers), ("expert", num_experts)) if count}

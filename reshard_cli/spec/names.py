@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _CAPTURES = ("{layer}", "{expert}", "{local_layer}", "{local_expert}")
 _TOKEN = re.compile(r"\{layer\}|\{expert\}|\{[^{}]*\}|\*")
+# more than any model's names need, and few enough that no name takes long to compare
+_MOST_STARS, _MOST_CHOICES, _MOST_DIGITS = 4, 4096, 9
 
 
 def normalise(name: str) -> str:
@@ -58,7 +61,7 @@ def template_of(name: str) -> tuple[str, int | None, int | None]:
     parts = name.split(".")
     layer = expert = None
     for index, part in enumerate(parts):
-        if not (part.isascii() and part.isdigit()):
+        if not (part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS):
             continue
         if index and parts[index - 1] in ("experts", "expert"):
             if expert is None:
@@ -82,7 +85,10 @@ def fill(template: str, **numbers: int | None) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the pattern once per choice of its `{a,b}` groups, in the order written; captures stay."""
+    """Return the pattern once per choice of its `{a,b}` groups, in the order written; captures stay.
+
+    Raises ValueError where that would be more than anyone writes out.
+    """
     parts: list[list[str]] = []
     position = 0
     for token in re.finditer(r"\{([^{}]*)\}", pattern):
@@ -91,6 +97,9 @@ def expand_braces(pattern: str) -> list[str]:
         parts.append([whole] if whole in _CAPTURES else token.group(1).split(","))
         position = token.end()
     parts.append([pattern[position:]])
+    choices = math.prod(map(len, parts))
+    if choices > _MOST_CHOICES:
+        raise ValueError(f"stands for {choices} names; at most {_MOST_CHOICES}, write several patterns")
     return ["".join(choice) for choice in itertools.product(*parts)]
 
 
@@ -135,6 +144,8 @@ class Pattern:
 def _compile(text: str) -> re.Pattern[str]:
     if not text:
         raise ValueError("an empty pattern matches nothing; write '*' for every name")
+    if text.count("*") > _MOST_STARS:
+        raise ValueError(f"has {text.count('*')} `*`; a pattern takes at most {_MOST_STARS}")
     regex = ""
     position = 0
     for token in _TOKEN.finditer(text):

@@ -28,7 +28,13 @@ from reshard_cli.spec.casts import weight_of_scale
 from reshard_cli.spec.checking import told_fault
 from reshard_cli.spec.even_cuts import uneven_cut
 from reshard_cli.spec.expressions import Function, evaluate
-from reshard_cli.spec.layout_document import LayoutDocument, LoadedLayout, check_layout, leaves_out
+from reshard_cli.spec.layout_document import (
+    LayoutDocument,
+    LoadedLayout,
+    check_layout,
+    leave_out_path,
+    leaves_out,
+)
 from reshard_cli.spec.located import KeyPath, Located, key_text
 from reshard_cli.spec.model import LogicalTensor, Model
 from reshard_cli.spec.names import Pattern, expand_braces, fill, template_of
@@ -41,10 +47,10 @@ _SIZE = re.compile(r"\$\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
 
 
 class PresetError(ValueError):
-    """A preset cannot be filled in. `key` is the document's key that would have to change."""
+    """A preset cannot be filled in. `path` is the document's key that would have to change."""
 
-    def __init__(self, key: str, message: str) -> None:
-        self.key = key
+    def __init__(self, key: str | KeyPath, message: str) -> None:
+        self.path: KeyPath = (key,) if isinstance(key, str) else key
         super().__init__(message)
 
 
@@ -283,7 +289,8 @@ class _Expander:
             if not self.wanted(rule, rule["tensor"]):
                 continue
             if torn:
-                raise PresetError("leave_out", told_left_out(*torn, rule["tensor"]))
+                where = leave_out_path(self.document.leave_out, torn[0])
+                raise PresetError(where, told_left_out(*torn, rule["tensor"]))
             filled = self.filled(
                 {key: one for key, one in rule.items() if key not in ("when", "layers_of")}, rule["tensor"]
             )
@@ -466,6 +473,6 @@ def with_preset(loaded: LoadedLayout, model: Model) -> LoadedLayout:
     try:
         document = expanded(loaded.document, model)
     except PresetError as error:
-        raise DocumentError(problems=[loaded.located.problem((error.key,), str(error))]) from error
+        raise DocumentError(problems=[loaded.located.problem(error.path, str(error))]) from error
     located = _PresetLocated(loaded.located.file, document.model_dump(), loaded.located.lines)
     return check_layout(document, located, loaded.path)

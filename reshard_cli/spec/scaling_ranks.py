@@ -73,7 +73,7 @@ class JobScaler:
             try:
                 self.expanded = expanded(self.document, model)
             except PresetError as error:
-                raise DocumentError(problems=[loaded.located.problem((error.key,), str(error))]) from error
+                raise DocumentError(problems=[loaded.located.problem(error.path, str(error))]) from error
         # to know which sizes go together, one layer of each kind is enough
         layers = {kind[0] for kind in layers_by_kind(model.tensors)}
         kept = tuple(one for one in model.tensors if one.layer is None or one.layer in layers)

@@ -61,8 +61,13 @@ LAYOUTS = {
     "stage without a pipeline": (HEAD + REST + "    place: {pp: stage} #!\n", "needs the document's `pipeline`"),
     "two stages": (HEAD + STAGES + REST + "    place: {pp: stage, tp: stage} #!\n", "two axes are `stage`"),
     "fewer stages than coordinates": (
-        HEAD + "pipeline: {layers: [4], first: ['*']}\n" + REST + "    place: {pp: stage} #!\n",
-        "the axis has 2 coordinates, pipeline.layers names 1"),
+        HEAD + "pipeline: {layers: [4], first: ['*']} #!\n" + REST + "    place: {pp: stage}\n",
+        "axis 'pp' has 2 coordinates, 1 stages are named"),
+    "stages for rules of two meshes": (
+        "name: train\nranks: 4\nmeshes: {m: {pp: 2, tp: 2}, e: {pp: 2, ep: 2}}\n"
+        "pipeline: {layers: [1, 1, 2], first: ['*']} #!\ntensors:\n  - {match: '*.q.weight', place: {pp: stage}}\n"
+        "  - {match: '*.experts.*', mesh: e, place: {pp: stage}}\n  - {match: '*', place: {pp: stage}}\n",
+        "axis 'pp' has 2 coordinates, 3 stages are named"),
     "stages that do not add up": (
         HEAD + "pipeline: {layers: [2, 3]} #!\n" + REST + "    place: {pp: stage}\n",
         "the stages hold 5 layers in all, the model has 4"),
@@ -81,6 +86,13 @@ LAYOUTS = {
     "unknown dtype": (HEAD + "dtype: bf16 #!\n" + REST, "unknown dtype 'bf16'; write 'bfloat16'"),
     "unknown dtype of a rule": (HEAD + REST + "    dtype: fp8_e4m3 #!\n", "unknown dtype 'fp8_e4m3'"),
     "padding of a dim by name": (HEAD + REST + "    pad: {rows: 64} #!\n", "a dim is a whole number from 0"),
+    "padding of a dim in another script": (
+        HEAD + REST + "    pad: {²: 64} #!\n", "a dim is a whole number from 0, not '²'"),
+    "blocks of a dim in another script": (
+        HEAD + REST + "    blocks: {²: [8]} #!\n", "a dim is a whole number from 0, not '²'"),
+    "operand in another script": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n    interleave: 2\n    unzip: {{²: 1}} #!\n",
+        "operands are numbered 0 to 2"),
     "padding to no multiple": (HEAD + REST + "    pad: {0: 0} #!\n", "a multiple is at least 1"),
     "padding of a dim that is not there": (HEAD + REST + "    pad: {5: 64} #!\n", "has 2 dims"),
     "padding to more than any tensor": (
@@ -103,6 +115,9 @@ LAYOUTS = {
     "operand that is left out": (
         HEAD + REST + f"leave_out: ['layers.1.q.weight'] #!\nstorage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n",
         "'layers.1.q.weight' is left out and 'layers.1.k.weight' is not, but both lie in the storage 'x.{layer}'"),
+    "operand that is left out in all layers": (
+        HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\nleave_out:\n  - '*.norm'\n  - '*.k.weight' #!\n",
+        "'layers.0.k.weight' is left out and 'layers.0.q.weight' is not"),
     "some experts left out": (
         HEAD + REST + "leave_out: ['*.experts.{1,2}.up.weight'] #!\n",
         "leaves out only some experts of 'layers.0.experts.{expert}.up.weight'"),
@@ -130,6 +145,9 @@ LAYOUTS = {
         f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV} #!\n", "holds only some of its operands"),
     "groups that do not divide": (
         HEAD + REST + f"storage:\n  - tensor: 'x.{{layer}}'\n    {QKV}\n    interleave: 3 #!\n", "no multiple of 3 groups"),
+    "transposed vector under a new name": (
+        HEAD + REST + "storage:\n  - tensor: 'x.{layer}'\n    rename: 'layers.{layer}.norm'\n    transpose: true #!\n",
+        "'layers.0.norm' has fewer than two dims to swap"),
     "one name for all layers": (
         HEAD + REST + f"storage:\n  - tensor: qkv #!\n    {QKV}\n", "would both be 'qkv' on rank 0"),
     "operands of other dtypes": (
@@ -161,6 +179,22 @@ LAYOUTS = {
     "rename with a star too many": (HEAD + REST + "rename: {'model.*': '*.*'} #!\n", "more `*` than the pattern"),
     "storage with a line end": (
         HEAD + REST + "storage:\n  - tensor: \"x\\n.*\" #!\n    rename: 'layers.*'\n", "cannot be printed"),
+    "name of the job that steers a terminal": ('name: "train\\e[31m" #!\nranks: 4\n' + REST, "cannot be printed"),
+    "mesh with a line end": ('name: train\nranks: 4\nmeshes:\n  "m\\n": {tp: 4} #!\n' + REST, "cannot be printed"),
+    "axis with a line end": ('name: train\nranks: 4\nmeshes:\n  m: {"tp\\n": 4} #!\n' + REST, "cannot be printed"),
+    "pattern of many stars": (
+        HEAD + f"tensors:\n  - match: '{'*a' * 20}' #!\n  - match: '*'\n", "has 20 `*`; a pattern takes at most 4"),
+    "operands of many choices": (
+        HEAD + REST + f"storage:\n  - tensor: x\n    concat: ['{'{a,b}' * 40}'] #!\n", "at most 4096"),
+    "scales of a cast by a rule of their own": (
+        HEAD + "tensors:\n  - {match: '*.q.weight', cast: 'blockwise(float8_e4m3fn, 4)'}\n"
+        "  - {match: '*_scale_inv', place: {tp: shard(0)}} #!\n  - match: '*'\n",
+        "'layers.0.q.weight_scale_inv' are the scales that the cast of 'layers.0.q.weight' makes"),
+    "piece whose edge is inside a block": (
+        HEAD + "tensors:\n  - {match: '*.q.weight', cast: 'blockwise(float8_e4m3fn, 4)'}\n  - match: '*'\npieces:\n"
+        "  - {tensor: layers.1.q.weight, rank: 0, box: [[0, 4], [0, 8]]}\n"
+        "  - {tensor: layers.1.q.weight, rank: 0, box: [[4, 6], [0, 8]]} #!\n",
+        "tensor 'layers.1.q.weight' has block scales, but rank 0's shard ends at 6"),
     "rename to an escape": (HEAD + REST + "rename: {'layers.*': \"\\e[31m*\"} #!\n", "cannot be printed"),
     "alias with a NUL": (HEAD + REST + "alias: {\"a\\0\": embed.weight} #!\n", "cannot be printed"),
     "model that is not there": (HEAD + "model: nowhere.yaml #!\n" + REST, "does not exist"),
@@ -207,6 +241,17 @@ MODELS = {
     "brace": (MODEL + "  'layers.{block}.x': [1] #!\n", "neither a choice like {q,k} nor a capture"),
     "line end in a name": (MODEL + "  \"a\\nb\": [1] #!\n", "'a\\nb' is no tensor's name"),
     "line end in a choice": (MODEL + "  \"a.{b,c\\t}\": [1] #!\n", "cannot be printed"),
+    "name of the model with a line end": (
+        MODEL.replace("name: tiny", 'name: "ti\\ny" #!'), "cannot be printed"),
+    "more layers than any model": (
+        MODEL.replace("ranges: {layer: layers, expert: 4}", "ranges: {layer: 1000000000000, expert: 4} #!"),
+        "at most 2000000"),
+    "more experts than any model": (
+        MODEL.replace("ranges: {layer: layers, expert: 4}", "ranges: {layer: layers, expert: 1000000000000} #!"),
+        "at most 2000000"),
+    "layers to no end": (
+        MODEL + "  'layers.{layer}.x':\n    shape: [1]\n    layers: {to: 1000000000000} #!\n", "at most 2000000"),
+    "choices without end": (MODEL + f"  '{'{a,b}' * 40}': [1] #!\n", "at most 4096"),
     "range missing": (
         "name: m\ndtype: float32\ntensors:\n  'layers.{layer}.x': [1] #!\n", "{layer} needs `ranges: {layer: ...}`"),
     "layer outside": (
@@ -257,6 +302,15 @@ def test_a_mistake_in_a_layout_is_refused_at_its_line(written, what):
     assert words in message
     at = next(line for line in message.splitlines() if words in line)
     assert f"train.yaml:{marked_line(text)}:" in at
+    assert message.replace("\n", "").isprintable()
+
+
+def test_stages_that_do_not_fit_are_told_once_and_not_at_every_rule(written):
+    text, words = LAYOUTS["stages for rules of two meshes"]
+    source, destination, model = written(text)
+    with pytest.raises(DocumentError, match=words) as caught:
+        read_jobs(source, destination, model)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("what", MODELS)

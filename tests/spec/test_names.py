@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from reshard_cli.spec.expressions import evaluate
+from reshard_cli.spec.headers import StoredTensor
+from reshard_cli.spec.model import LogicalTensor, group_experts, model_of_checkpoint
 from reshard_cli.spec.names import Pattern, expand_braces, name_fault, normalise, template_of
 
 
@@ -38,6 +42,7 @@ def test_wrappers_leave_a_name_and_nothing_else_does(name, plain):
         ("h.1.blocks.2.w", ("h.{layer}.blocks.2.w", 1, None)),
         ("layers.².experts.³.w", ("layers.².experts.³.w", None, None)),
         ("layers.٣.experts.٤.w", ("layers.٣.experts.٤.w", None, None)),
+        (f"layers.{'9' * 5000}.w", (f"layers.{'9' * 5000}.w", None, None)),
     ],
 )
 def test_the_layer_is_the_first_number_and_the_expert_the_one_after_experts(name, template):
@@ -126,3 +131,19 @@ def test_a_caller_may_add_functions():
     assert evaluate("rows('a.b', 1) + 1", {}, {"rows": lambda name, dim: len(name) + dim}) == 5
     with pytest.raises(ValueError, match="more than"):
         evaluate("rows('a.b')", {})
+
+
+def test_numbers_in_other_scripts_and_of_many_digits_are_ordered_as_text():
+    names = ["layers.10.w", "layers.9.w", "layers.².w", f"layers.{'9' * 5000}.w"]
+    stored = {name: StoredTensor(Path("f"), name, "uint8", (1,), 0, 1) for name in names}
+    found = [tensor.name for tensor in model_of_checkpoint("m", stored).tensors]
+    assert found.index("layers.9.w") < found.index("layers.10.w")
+    assert set(found) == set(names)
+
+
+def test_an_expert_of_two_spellings_stays_a_tensor_of_its_own():
+    names = ["layers.0.experts.0.w", "layers.0.experts.1.w", "layers.0.experts.00.w"]
+    found = group_experts(LogicalTensor(name, (2,), "uint8") for name in names)
+    assert {(tensor.name, tensor.shape) for tensor in found} == {
+        ("layers.0.experts.{expert}.w", (2, 2)), ("layers.0.experts.00.w", (2,)),
+    }  # fmt: skip

@@ -84,16 +84,16 @@ MISTAKES = {
         head(2, "sglang") + "parallel: {tp: 2}\npipeline: {layers: [1, 3]} #!\n",
         "pipeline", "`layers` names 2 stages, but pp is 1"),
     "one operand left out": (
-        head(1, "vllm") + "leave_out: ['*.k_proj.weight'] #!\n", "leave_out",
+        head(1, "vllm") + "leave_out: ['*.k_proj.weight'] #!\n", "leave_out[0]",
         "'model.layers.0.self_attn.k_proj.weight' is left out and 'model.layers.0.self_attn.q_proj.weight' is not, "
         "but both lie in the storage 'model.layers.{layer}.self_attn.qkv_proj.weight'"),
     "first operand left out": (
-        head(1, "megatron") + "leave_out: ['*.q_proj.weight'] #!\n", "leave_out", "'model.layers.0.self_attn.q_proj"),
+        head(1, "megatron") + "leave_out: ['*.q_proj.weight'] #!\n", "leave_out[0]", "'model.layers.0.self_attn.q_proj"),
     "one operand left out in one layer": (
-        head(1, "megatron") + "leave_out: ['*.2.*.v_proj.weight'] #!\n", "leave_out",
+        head(1, "megatron") + "leave_out:\n  - lm_head.weight\n  - '*.2.*.v_proj.weight' #!\n", "leave_out[1]",
         "'model.layers.2.self_attn.v_proj.weight' is left out and"),
     "experts of one projection left out": (
-        head(1, "vllm") + "leave_out: ['*.experts.{expert}.up_proj.weight'] #!\n", "leave_out", "w13_weight'"),
+        head(1, "vllm") + "leave_out: ['*.experts.{expert}.up_proj.weight'] #!\n", "leave_out[0]", "w13_weight'"),
     "one expert left out": (
         head(1, "hf") + "leave_out: ['*.experts.3.*'] #!\n", "leave_out[0]",
         "leaves out only some experts of 'model.layers.0.mlp.experts.{expert}.gate_proj.weight'"),
@@ -126,6 +126,9 @@ MISTAKES = {
     "config with no groups": (
         "name: train\nranks: 4\nengine: megatron #!\nconfig: {num_key_value_heads: 0}\n", "engine",
         "linear_qkv.weight' (interleave): must be at least 1, not 0; the sizes of the model's config are wrong"),
+    "stages that do not add up": (
+        head(4, "vllm") + "parallel: {pp: 2}\npipeline:\n  layers: [1, 2] #!\n",
+        "pipeline.layers", "the stages hold 3 layers in all, the model has 4"),
     "own mesh of another size": (
         head(8, "vllm") + "meshes: {dense: {dp: 2, tp: 2}} #!\n",
         "meshes.dense", "2 * 2 = 4 is not the job's 8 ranks"),
@@ -366,6 +369,13 @@ def test_stages_ends_and_aliases_of_the_document_win_over_the_presets(tmp_path):
     assert [sum(name.endswith("router.weight") for name in stage) for stage in stages] == [1, 3]
     assert [("embedding.word_embeddings.weight" in stage) for stage in stages] == [True, True]
     assert [("tied.weight" in stage) for stage in stages] == [False, True]
+
+
+def test_all_operands_of_a_storage_can_be_left_out(tmp_path):
+    text = head(4, "vllm") + "parallel: {tp: 2}\nleave_out: ['*.self_attn.{q,k,v}_proj.weight']\n"
+    found = storages(tmp_path, text)
+    assert not any("qkv" in name or "q_proj" in name for name in found)
+    assert "model.layers.0.self_attn.o_proj.weight" in found
 
 
 def test_config_of_the_document_wins_over_the_models(tmp_path):
