@@ -290,7 +290,8 @@ def test_random_cuts_give_every_rank_its_part_of_the_whole_cast_or_are_refused(t
             flat = made.buffers[storage.name].view(dtype)
             for window in storage.windows:
                 sizes = [b - a for a, b in zip(window.lo, window.hi, strict=True)]
-                view = torch.as_strided(flat, sizes, window.strides, window.offset)
+                start = flat.storage_offset() + window.offset  # storages of a rank share one allocation
+                view = torch.as_strided(flat, sizes, window.strides, start)
                 box = tuple(slice(a, b) for a, b in zip(window.lo, window.hi, strict=True))
                 assert torch.equal(view, truth[storage.name][box])
 
@@ -305,4 +306,69 @@ def test_one_document_can_say_it_in_a_rule_too(tmp_path, checkpoint):
     other = read_jobs(train, write_yaml(tmp_path / "b.yaml", engine(tensors=rules)), checkpoint)
     assert [(t.name, t.dtype, t.geometry) for t in one.destination.tensors] == [
         (t.name, t.dtype, t.geometry) for t in other.destination.tensors
+    ]
+
+
+def test_operands_of_several_dtypes_that_are_cast_where_they_land_are_cast_exactly(tmp_path):
+    # three source ranks cut blocks of 128, so that the destination casts; its storage has all three operands
+    kinds = {"a.weight": torch.bfloat16, "b.weight": torch.float32, "c.weight": torch.float16}
+    torch.manual_seed(5)
+    values = {name: torch.randn(256, 128).to(dtype) for name, dtype in kinds.items()}
+    (tmp_path / "model").mkdir()
+    save_file(values, tmp_path / "model" / "model.safetensors")
+    train = write_yaml(tmp_path / "train.yaml", {"name": "train", **place(3, "shard(0)")})
+    infer = {
+        "name": "infer", **place(2, "shard(0)", cast="blockwise(float8_e4m3fn, 128)"),
+        "storage": [{"tensor": "abc.weight", "concat": ["{a,b,c}.weight"]}],
+    }  # fmt: skip
+    done = run_cli(
+        "refit", train, write_yaml(tmp_path / "infer.yaml", infer), "--model", tmp_path / "model",
+        "--from", tmp_path / "model", "--to", tmp_path / "out", "--verify",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    whole = {name: by_hand(tensor, 128) for name, tensor in values.items()}
+    for rank in range(2):
+        have = load_file(tmp_path / "out" / f"rank-{rank:05d}.safetensors")
+        rows = slice(128 * rank, 128 * rank + 128)
+        want = torch.cat([bits(cast).view(256, 128)[rows] for cast, _ in whole.values()])
+        assert torch.equal(bits(have["abc.weight"]).view(384, 128), want)
+        assert torch.equal(
+            have["abc.weight_scale_inv"], torch.cat([scales[rank : rank + 1] for _, scales in whole.values()])
+        )
+
+
+def planned(jobs):
+    return build_plan(jobs.source, jobs.destination, jobs.topology(None, False), "hybrid", staging=1 << 20)
+
+
+FLOAT8 = {"a.weight": ((256, 128), "float8_e4m3fn"), "a.weight_scale_inv": ((2, 1), "float32")}
+
+
+def test_an_alias_of_float8_needs_an_alias_of_its_scales(tmp_path):
+    alone = {**place(1, "shard(0)"), "alias": {"tied.weight": "a.weight"}}
+    jobs = make_jobs(tmp_path, model_document(FLOAT8), place(1, "shard(0)"), alone)
+    mend = r"alias 'tied.weight' would be without scales; write alias: \{tied.weight_scale_inv: a.weight_scale_inv\}"
+    with pytest.raises(WeightsError, match=mend):
+        planned(jobs)
+    both = {**alone, "alias": {"tied.weight": "a.weight", "tied.weight_scale_inv": "a.weight_scale_inv"}}
+    jobs = make_jobs(tmp_path, model_document(FLOAT8), place(1, "shard(0)"), both)
+    assert {pair.name for pair in planned(jobs).pairs} == set(FLOAT8)
+
+
+@pytest.mark.parametrize("scales", [(256, 1), (1,), (2, 1), (256,)], ids=str)
+def test_float8_with_scales_of_any_shape_is_not_cast_without_them(tmp_path, scales):
+    model = model_document({**FLOAT8, "a.weight_scale_inv": (scales, "float32")})
+    jobs = make_jobs(tmp_path, model, place(1, "shard(0)"), {**place(1, "shard(0)"), "dtype": "bfloat16"})
+    with pytest.raises(WeightsError, match="without which its values mean nothing"):
+        planned(jobs)
+    jobs = make_jobs(tmp_path, model, place(1, "shard(0)"), place(1, "shard(0)"))
+    assert {pair.name for pair in planned(jobs).pairs} == set(FLOAT8)
+
+
+def test_a_pattern_for_weights_that_fits_the_names_of_their_scales_casts_no_scales(tmp_path):
+    everything = {**place(1, "shard(0)"), "casts": [{"match": "a*", "cast": "blockwise(float8_e4m3fn, 128)"}]}
+    jobs = make_jobs(tmp_path, model_document(FLOAT8), place(1, "shard(0)"), everything)
+    assert [(one.name, one.dtype) for one in jobs.destination.tensors] == [
+        ("a.weight", "float8_e4m3fn"),
+        ("a.weight_scale_inv", "float32"),
     ]
