@@ -20,8 +20,7 @@ works in steps that wait for each other:
     broadcast    the busiest NIC or NVLink, of what goes from the roots to and through the destination's domains
     launches     tensors · tensor
 
-The last constant was fitted to published results of such systems, when the gather was priced as one of everything in
-every source domain; nothing else is. The plan itself does better where
+The last constant was fitted to published results of such systems; nothing else is. The plan itself does better where
 it is run: its hops overlap, and it packs tensors (`plan.broadcasts`).
 """
 
