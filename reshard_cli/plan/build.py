@@ -32,7 +32,10 @@ _OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no 
 _RELAYED = 128  # rounds with relays, which lag some rounds behind
 _PER_LAG = 16  # rounds for each by which the work of a broadcast lags behind
 _WORTH_RELAYS = 1.1  # how many times fewer bytes of the busiest NIC are worth them
-_LEAST_ROUND = 1 << 21  # bytes of the busiest rank below which a round is not worth its messages
+_LEAST_ROUND = 1 << 24  # bytes of the busiest rank below which a round is not worth its messages and wake-ups
+_LEAST_LAGGING = (
+    1 << 18
+)  # the same where rounds lag behind each other, and filling and draining takes more of them
 
 
 @dataclass(slots=True)
@@ -196,7 +199,8 @@ def _rounds(
     if not len(streams.kind):
         return 1, 1
     total, count = _staged_bytes(streams, passed_on, num_ranks)
-    overlapping = min(least, int(total.max()) // (_LEAST_ROUND * _OVERLAPPING // min(least, _RELAYED)))
+    floor = _LEAST_ROUND if least == _OVERLAPPING else _LEAST_LAGGING * _RELAYED // min(least, _RELAYED)
+    overlapping = min(least, int(total.max()) // floor)
     if overlapping <= 1 and total.max() + count.max() * _BLOCK_PADDING <= staging:
         return 1, max(1, min(_COARSE, staging // 64))
     widest = max(one.item_size for one in entries.classes)

@@ -9,8 +9,9 @@ takes inside its domain, and in how many messages. Each of these resources works
     launches                    rounds · 2 · launch + messages · message
 
 Rounds overlap (reading and packing the next, the network on this one, the domain's exchange of the last), so a
-refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline. Relays
-lag some rounds behind; what is left to do in those rounds comes on top.
+refit takes as long as its busiest resource, and one round of all the others to fill and drain the pipeline; a NIC sends
+and takes a round at the same time, and so does NVLink. Relays lag some rounds behind; what is left to do in those
+rounds comes on top.
 
 A gather-and-broadcast system, which mode `broadcast` is priced as and, for its broadcast part, mode `hybrid-ffn`,
 works in steps that wait for each other:
@@ -19,8 +20,7 @@ works in steps that wait for each other:
     broadcast    the busiest NIC or NVLink, of what goes from the roots to and through the destination's domains
     launches     tensors · tensor
 
-The last constant was fitted to published results of such systems, when the gather was priced as one of everything in
-every source domain; nothing else is. The plan itself does better where
+The last constant was fitted to published results of such systems; nothing else is. The plan itself does better where
 it is run: its hops overlap, and it packs tensors (`plan.broadcasts`).
 """
 
@@ -145,7 +145,12 @@ def _pipelined(plan: Plan, traffic: Traffic, hardware: Hardware) -> Prediction:
         return Prediction(0.0, "nothing to move", dict.fromkeys(loads, 0.0))
     parts = {what: float(load.max(initial=0)) for what, load in loads.items()}
     busiest = max(parts, key=lambda what: parts[what])
-    fill = sum(seconds for what, seconds in parts.items() if what != busiest) / plan.cut_rounds
+    # a link sends and receives at the same time: both directions are one stage of the pipeline
+    stages: dict[str, float] = {}
+    for what, seconds in parts.items():
+        stage = what.split(",")[0]
+        stages[stage] = max(stages.get(stage, 0.0), seconds)
+    fill = (sum(stages.values()) - parts[busiest]) / plan.cut_rounds
     rank = int(np.argmax(loads[busiest]))
     behind = plan.streams.rounds_behind(plan.topology.num_ranks)
     seconds = parts[busiest] * (1 + behind / plan.cut_rounds) + fill

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.published import PUBLISHED, ROWS, report_of, table_row
+from reshard_cli.spec.hardware_profile import read_hardware
+from tests.benchmarks.published import PUBLISHED, ROWS, fitted_seconds_of_a_tensor, report_of, table_row
 
 README = Path(__file__).parent.parent.parent / "README.md"
 # seconds of the network's limit at 400 Gb/s per GPU, each domain fed once, as far as they are known
@@ -49,3 +50,8 @@ def test_in_the_published_policy_the_broadcast_part_is_44_percent_of_what_a_deep
     for one in received[256:]:
         assert whole / one == pytest.approx(0.44, abs=0.01)
     assert report["routes"]["reshard"]["share"] == pytest.approx(0.9763, abs=0.0001)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "gb200-nvl72"])
+def test_the_seconds_of_a_tensor_are_those_that_fit_the_published_times(name):
+    assert read_hardware(name, 8).tensor == pytest.approx(fitted_seconds_of_a_tensor(), rel=0.01)
