@@ -126,7 +126,8 @@ def build_plan(
         behind = math.ceil(_PER_LAG * streams.rounds_behind(topology.num_ranks))
         least = max(least, min(_RELAYED, 2 * behind), behind)
     passed_on = _neighbours(entries, streams)
-    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least)
+    reserved = 0 if choice is None else choice.buffer_bytes
+    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least, reserved)
     return Plan(
         mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
         extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
@@ -199,10 +200,12 @@ def _rounds(
     num_ranks: int,
     staging: int,
     least: int,
+    reserved: int,
 ) -> tuple[int, int]:
     """Return (rounds, grain): `IN_FLIGHT` rounds of each rank fit the staging, with cuts rounded to the grain.
 
     There are `least` of them where there is enough to overlap, also where the staging would hold everything.
+    reserved: the bytes that NCCL M2N has of what was given, at most half of it.
     """
     if not len(streams.kind):
         return 1, 1
@@ -215,9 +218,9 @@ def _rounds(
     grain = max(widest, min(_COARSE, arena // 4 // int(count.max())))
     room = arena - count * (grain + _BLOCK_PADDING)
     if np.any(room[total > 0] <= 0):
-        enough = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING))
+        enough = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING)) * (2 if reserved else 1)
         raise DocumentError(
-            f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
+            f"--staging: {staging + reserved} bytes are too few for the {int(count.max())} streams of the busiest rank; "
             f"give at least {math.ceil(enough / 2**20 * 1e6) / 1e6:g} MiB"
         )
     return max(overlapping, int(np.max(-(-total // np.maximum(room, 1))))), grain

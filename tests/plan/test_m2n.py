@@ -204,9 +204,19 @@ def test_what_m2n_carries_has_no_part_in_the_rest_and_the_digest_tells_the_choic
     assert some > 20
 
 
-def test_a_staging_too_small_for_the_rest_says_so(tmp_path):
-    with pytest.raises(DocumentError, match="give at least"):
-        plan_of(tmp_path, [4, 5, 6, 7], WHOLE, WHOLE, staging=10)
+def test_a_staging_too_small_for_the_rest_is_told_how_much_is_enough_beside_m2n(tmp_path):
+    job = {"ranks": 2, "domain": 1, "tensors": [{"match": "*"}]}
+    model = model_document({"w": ([16], "uint8"), "v": ([2, 2, 2, 200], "float64")})
+    jobs = make_jobs(tmp_path, model, job, job)
+
+    def build(staging):
+        topology = jobs.topology(None, False)
+        return build_plan(jobs.source, jobs.destination, topology, "reshard", staging=staging, m2n=True)
+
+    with pytest.raises(DocumentError, match=r"--staging: 40 bytes .* give at least") as told:
+        build(40)
+    enough = float(str(told.value).split("at least ")[1].split()[0])
+    assert build(math.ceil(enough * 2**20)).m2n.buffer_bytes == 16
 
 
 def test_the_published_rows_are_chosen_in_a_moment_class_by_class():
