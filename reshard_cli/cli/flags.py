@@ -24,6 +24,7 @@ __all__ = [
     "JoinFlag",
     "JsonFlag",
     "LinesFlag",
+    "M2nFlag",
     "MetricsFlag",
     "ModeFlag",
     "ModeName",
@@ -181,6 +182,13 @@ AlsoFlag = Annotated[
 RejoinFlag = Annotated[
     bool,
     typer.Option("--rejoin", help="with --role source: go on without a job that fails; it may join again"),
+]
+M2nFlag = Annotated[
+    bool,
+    typer.Option(
+        "--m2n",
+        help="NCCL M2N (package nccl-extensions, backend nccl) carries the tensors that it can; never run on GPUs yet",
+    ),
 ]
 LinesFlag = Annotated[
     str | None,

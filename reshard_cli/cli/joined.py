@@ -33,6 +33,8 @@ def run_joined_refit(
         raise DocumentError("--join: say which job this is: --role source or --role destination")
     if options.colocated:
         raise DocumentError("--colocated: jobs that join have ranks of their own; start both in one torchrun")
+    if options.m2n:
+        raise DocumentError("--m2n: not for jobs that join each other; start both in one torchrun")
     if also and role == "destination":
         raise DocumentError("--also: a destination job has one layout; the source lets in several")
     secret = _secret(token, token_file)

@@ -27,6 +27,7 @@ from reshard_cli.cli.flags import (
     JoinFlag,
     JsonFlag,
     LinesFlag,
+    M2nFlag,
     MetricsFlag,
     ModeFlag,
     ModelFlag,
@@ -69,6 +70,7 @@ def plan(
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
     trust_checkpoint: TrustFlag = False,
+    m2n: M2nFlag = False,
     tensor: Annotated[
         str | None, typer.Option("--tensor", metavar="NAME", help="tell who holds and who sends this tensor")
     ] = None,
@@ -94,7 +96,7 @@ def plan(
     run_plan(
         source, destination, model=model, mode=mode.value, staging=_bytes_of(staging), domain=domain,
         colocated=colocated, allow_extra=allow_extra, hardware=hardware, json_file=json, html_file=html,
-        tensor=tensor, tensors=tensors, trust=trust_checkpoint,
+        tensor=tensor, tensors=tensors, trust=trust_checkpoint, m2n=m2n,
     )  # fmt: skip
 
 
@@ -116,6 +118,7 @@ def refit(
     colocated: ColocatedFlag = False,
     allow_extra: ExtraFlag = False,
     trust_checkpoint: TrustFlag = False,
+    m2n: M2nFlag = False,
     double_buffer: DoubleBufferFlag = False,
     join: JoinFlag = None,
     role: RoleFlag = None,
@@ -144,7 +147,7 @@ def refit(
         source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
         iterations=iterations if iterations or endless else 1, watch=watch, double_buffer=double_buffer,
         verify=verify, staging=_bytes_of(staging), timeout=timeout, backend=backend.value, domain=domain,
-        colocated=colocated, allow_extra=allow_extra, trust_checkpoint=trust_checkpoint,
+        colocated=colocated, allow_extra=allow_extra, trust_checkpoint=trust_checkpoint, m2n=m2n,
     )  # fmt: skip
     telling = Telling(lines, metrics, json, html)
     if join is None:

@@ -37,6 +37,7 @@ def run_plan(
     tensor: str | None,
     tensors: str | None,
     trust: bool,
+    m2n: bool,
 ) -> None:
     """Plan and print. Raises DocumentError or WeightsError."""
     check_files({"--json": json_file, "--html": html_file})
@@ -50,8 +51,9 @@ def run_plan(
         if html_file is not None:
             raise DocumentError("--html: shows a whole plan; leave out --tensor and --tensors")
         plan = build_plan(
-            jobs.source, jobs.destination, topology, mode, staging=staging, allow_extra=allow_extra
-        )
+            jobs.source, jobs.destination, topology, mode,
+            staging=staging, allow_extra=allow_extra, m2n=m2n,
+        )  # fmt: skip
     if tensors is not None:
         _list_tensors(jobs, plan, tensors, json_file)
         return
@@ -63,7 +65,9 @@ def run_plan(
             print("\n".join(tensor_lines(told, jobs, colocated)))
         return
     profile = _hardware(hardware, topology)
-    report, plan = plan_report(jobs, topology, mode, profile, staging=staging, allow_extra=allow_extra)
+    report, plan = plan_report(
+        jobs, topology, mode, profile, staging=staging, allow_extra=allow_extra, m2n=m2n
+    )
     if json_file is not None:
         write_json(report, json_file)
     if html_file is not None:

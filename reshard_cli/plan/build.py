@@ -16,6 +16,7 @@ from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.balance import RankSets
 from reshard_cli.plan.broadcasts import with_broadcast
 from reshard_cli.plan.entries import NETWORK, Entries, Intersections
+from reshard_cli.plan.m2n import M2nChoice, choose_m2n
 from reshard_cli.plan.pairs import TensorPair, pair_tensors
 from reshard_cli.plan.relays import chained, chained_streams
 from reshard_cli.plan.routes import Mode, Route, route_of
@@ -43,8 +44,9 @@ class Plan:
     """A refit as data. Everything here is the same on every rank.
 
     `round_quantum` is the finer grain at which a stream may be cut into `cut_rounds` rounds; where relays lag behind,
-    there are more rounds than that in all; `staging` is in bytes;
-    `passed_on` is (rank, stream) of every rank that takes a stream's bytes from its carrier.
+    there are more rounds than that in all; `staging` is what rounds may use, in bytes;
+    `passed_on` is (rank, stream) of every rank that takes a stream's bytes from its carrier;
+    `m2n` is what NCCL M2N carries before the rounds, None where it was not asked for.
     """
 
     mode: Mode
@@ -62,6 +64,7 @@ class Plan:
     staging: int
     intersections: Intersections = field(repr=False)
     passed_on: tuple[Ints, Ints] = field(repr=False)
+    m2n: M2nChoice | None = None
     _digest: str = field(default="", init=False, repr=False)
 
     @property
@@ -86,8 +89,11 @@ def build_plan(
     staging: int,
     allow_extra: bool = False,
     known: Iterable[Plan] = (),
+    m2n: bool = False,
 ) -> Plan:
     """Return the plan. staging: bytes of extra memory that a rank may use for a round.
+
+    m2n: NCCL M2N carries what it can of the reshard route; its buffer is taken from the staging.
 
     `known` plans of the same jobs and topology lend what they found, all of it where the routes are the same.
     Raises WeightsError where the two sides' tensors do not fit together, DocumentError where the staging
@@ -100,10 +106,15 @@ def build_plan(
     else:
         pairs, extra, intersections = lender.pairs, lender.extra, lender.intersections
     routes = [route_of(pair, mode) for pair in pairs]
+    choice = choose_m2n(source, destination, topology, pairs, routes, staging) if m2n else None
+    if choice is not None:
+        staging -= choice.buffer_bytes
+        for index in (index for one in choice.carried for index in one.tensors):
+            routes[index] = "m2n"
     conventional = mode != "hybrid"
     for other in known:
         if other.routes == routes and ("broadcast" not in routes or conventional == (other.mode != "hybrid")):
-            return replace(other, mode=mode)
+            return replace(other, mode=mode, m2n=choice)
     entries = intersections.entries(pairs, routes)
     coarse = max(1, min(_COARSE, staging // 64))
     streams = make_streams(entries, topology.rails(), quantum_of(entries, coarse), topology.num_ranks)
@@ -118,12 +129,13 @@ def build_plan(
         behind = math.ceil(_PER_LAG * streams.rounds_behind(topology.num_ranks))
         least = max(least, min(_RELAYED, 2 * behind), behind)
     passed_on = _neighbours(entries, streams)
-    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least)
+    reserved = 0 if choice is None else choice.buffer_bytes
+    rounds, grain = _rounds(entries, streams, passed_on, topology.num_ranks, staging, least, reserved)
     return Plan(
         mode=mode, source=source, destination=destination, topology=topology, pairs=pairs, routes=routes,
         extra=extra, entries=entries, streams=streams, round_quantum=quantum_of(entries, grain),
         cut_rounds=rounds, num_rounds=rounds + streams.longest_lag, staging=staging,
-        intersections=intersections, passed_on=passed_on,
+        intersections=intersections, passed_on=passed_on, m2n=choice,
     )  # fmt: skip
 
 
@@ -191,10 +203,12 @@ def _rounds(
     num_ranks: int,
     staging: int,
     least: int,
+    reserved: int,
 ) -> tuple[int, int]:
     """Return (rounds, grain): `IN_FLIGHT` rounds of each rank fit the staging, with cuts rounded to the grain.
 
     There are `least` of them where there is enough to overlap, also where the staging would hold everything.
+    reserved: the bytes that NCCL M2N has of what was given, at most half of it.
     """
     if not len(streams.kind):
         return 1, 1
@@ -208,9 +222,9 @@ def _rounds(
     grain = max(widest, min(_COARSE, arena // 4 // int(count.max())))
     room = arena - count * (grain + _BLOCK_PADDING)
     if np.any(room[total > 0] <= 0):
-        enough = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING))
+        enough = int(2 * IN_FLIGHT * count.max() * (widest + _BLOCK_PADDING)) * (2 if reserved else 1)
         raise DocumentError(
-            f"--staging: {staging} bytes are too few for the {int(count.max())} streams of the busiest rank; "
+            f"--staging: {staging + reserved} bytes are too few for the {int(count.max())} streams of the busiest rank; "
             f"give at least {math.ceil(enough / 2**20 * 1e6) / 1e6:g} MiB"
         )
     return max(overlapping, int(np.max(-(-total // np.maximum(room, 1))))), grain
@@ -220,6 +234,8 @@ def _digest(plan: Plan) -> str:
     hasher = hashlib.sha256()
     head = [PLAN_VERSION, plan.mode, plan.staging, plan.cut_rounds, plan.routes]
     hasher.update(json.dumps(head).encode())
+    for one in plan.m2n.carried if plan.m2n is not None else ():
+        hasher.update(repr(one).encode())
     for pair in plan.pairs:
         told = (pair.name, pair.shape, pair.source_dtype, pair.destination_dtype, pair.block, pair.quantised)
         hasher.update(repr(told).encode())

@@ -27,7 +27,7 @@ from reshard_cli.plan.routes import Route
 from reshard_cli.plan.topology import Topology
 from reshard_cli.spec.dtypes import item_size
 
-__all__ = ["BROADCAST", "DOMAIN", "LOCAL", "NETWORK", "Entries", "Intersections", "TensorClass"]
+__all__ = ["BROADCAST", "DOMAIN", "LOCAL", "NETWORK", "Entries", "Intersections", "TensorClass", "classify"]
 
 NETWORK, DOMAIN, LOCAL, BROADCAST = 0, 1, 2, 3
 
@@ -169,7 +169,9 @@ class Intersections:
         """
         columns: list[Ints] = []
         built: list[TensorClass] = []
-        for key, members in _classify(pairs, routes).items():
+        for key, members in classify(pairs, routes).items():
+            if key[-1] == "m2n":
+                continue
             first = pairs[members[0]]
             lo, hi, size, rows = self._class(first, key[-1] == "broadcast")
             kind, holders, wanters, box = rows
@@ -251,9 +253,13 @@ def _shared_rows(
     return kind, holders, wanters, boxes
 
 
-def _classify(
+def classify(
     pairs: Sequence[TensorPair], routes: Sequence[Route]
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str, Route], list[int]]:
+    """Return the classes: by geometries of both sides, shape, wire dtype and route, the indices of their pairs.
+
+    Tensors without elements are in none.
+    """
     classes = defaultdict(list)
     for index, (pair, route) in enumerate(zip(pairs, routes, strict=True)):
         if pair.shape and 0 in pair.shape:

@@ -1,4 +1,7 @@
-"""How each tensor travels in each mode: as fragments (`reshard`) or whole (`broadcast`)."""
+"""How each tensor travels in each mode: as fragments (`reshard`) or whole (`broadcast`).
+
+Of the tensors that would go as fragments, NCCL M2N may carry some, where it is asked for: their route is `m2n`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from reshard_cli.plan.pairs import TensorPair
 __all__ = ["MODES", "Mode", "Route", "is_ffn_projection", "route_of"]
 
 Mode = Literal["broadcast", "hybrid-ffn", "reshard", "hybrid"]
-Route = Literal["reshard", "broadcast"]
+Route = Literal["reshard", "broadcast", "m2n"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _FFN = frozenset(["gate_proj", "up_proj", "down_proj", "gate_up_proj"])

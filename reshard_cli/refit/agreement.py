@@ -34,6 +34,7 @@ def agree(
         "staging bytes": plan.staging,
         "iterations": options.iterations,
         "verify": options.verify,
+        "NCCL M2N": options.m2n,
         "layout of the source": plan.source.digest,
         "layout of the destination": plan.destination.digest,
         "dtypes": hashlib.sha256(dtypes.encode()).hexdigest(),

@@ -15,6 +15,7 @@ from reshard_cli.refit.environment import machine_place
 from reshard_cli.refit.prepare import Jobs, RefitOptions, parse_domain
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
+from reshard_cli.transport.m2n import m2n_fault
 
 __all__ = ["join", "meet"]
 
@@ -48,6 +49,7 @@ def meet(
         "host": socket.gethostname(),
         "gpu": torch.cuda.is_available(),
         "place": machine_place(local_rank),
+        "m2n": m2n_fault() if options.m2n else None,
     }
     everybody = control.gather("join", here, "joining")
     setup: dict[str, Any] = {}
@@ -57,6 +59,8 @@ def meet(
             lacking = next(rank for rank, one in enumerate(everybody) if not one["gpu"])
             raise DocumentError(f"--backend nccl: {control.name_of(lacking)} has no GPU; use gloo or auto")
         backend = ("nccl" if gpus else "gloo") if options.backend == "auto" else options.backend
+        if options.m2n:
+            _check_m2n(control, backend, [one["m2n"] for one in everybody])
         setup = {
             "backend": backend,
             "places": [one["place"] for one in everybody],
@@ -72,3 +76,14 @@ def meet(
     else:
         topology = jobs.topology(parse_domain(options.domain), options.colocated)
     return setup, topology
+
+
+def _check_m2n(control: Control, backend: str, faults: list[str | None]) -> None:
+    """Raise DocumentError with what the ranks lack to use NCCL M2N; `faults`: what each one says it lacks."""
+    if backend != "nccl":
+        raise DocumentError(
+            f"--m2n: NCCL M2N moves between GPUs, and the backend is {backend}; leave --m2n out"
+        )
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            raise DocumentError(f"--m2n: {control.name_of(rank)}: {fault}")

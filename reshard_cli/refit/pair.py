@@ -24,11 +24,13 @@ from reshard_cli.refit.committing import commit
 from reshard_cli.refit.endpoints import Destination, state_dict_of
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
 from reshard_cli.refit.executor import RankExecutor
+from reshard_cli.refit.m2n import carry
 from reshard_cli.refit.prepare import RefitOptions
 from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.refit.verify import verify_padding, verify_rank, wire_dtypes
 from reshard_cli.transport.control import Control
-from reshard_cli.transport.exchange import open_transport
+from reshard_cli.transport.exchange import open_m2n, open_transport
+from reshard_cli.transport.m2n import M2n
 from reshard_cli.transport.message import Transport
 from reshard_cli.weights.windows import Source, StorageWindows
 
@@ -76,6 +78,7 @@ class Pair:
             self.device = torch.device("cuda", setup["local_rank"])
             torch.cuda.set_device(self.device)
         self.transport: Transport | None = None
+        self._m2n: M2n | None = None
         self.compared = self.compared_by_all = 0  # elements; the second is known on rank 0
         self.extra = plan.extra
         self.own: Iteration | None = None  # what the last refit was on this rank alone
@@ -102,6 +105,8 @@ class Pair:
             self.setup["backend"], self.control.store, self.control.rank, self.control.num_ranks,
             self.options.timeout, domains=self.plan.topology.domain.tolist(), check=self.control.check,
         )  # fmt: skip
+        if self.plan.m2n is not None and self.plan.m2n.carried:
+            self._m2n = open_m2n(self.transport, self.device, self.options.timeout, self.control.check)
         self.control.barrier("connected", "connecting")
 
     def _check(self, version: int) -> None:
@@ -130,6 +135,7 @@ class Pair:
         try:
             with clock.phase("bind"):
                 executor = self._bound(version)
+            carried = self._carried(clock)
             sent = self._rounds(executor, clock, progress)
             destination = self._destination
             if destination is not None and destination.landing is not None:
@@ -152,7 +158,7 @@ class Pair:
                 self.end.discard()
             raise
         seconds = time.perf_counter() - began
-        self.peak = max(self.peak, executor.peak_staging_bytes)
+        self.peak = max(self.peak, executor.peak_staging_bytes + carried)
         return self._gathered(version, seconds, clock, sent)
 
     def _applied(self) -> None:
@@ -184,6 +190,14 @@ class Pair:
         # two, as a destination may fill two sets of storages in turn
         self._executors = [*self._executors[-1:], (places, executor)]
         return executor
+
+    def _carried(self, clock: Clock) -> int:
+        """Run what NCCL M2N carries; return the bytes of the buffer that it took on this rank."""
+        if self._m2n is None:
+            return 0
+        windows = None if self._destination is None else self._destination.windows
+        with clock.phase("m2n"):
+            return carry(self.plan, self.control.rank, self._source, windows, self.device, self._m2n)
 
     def _rounds(self, executor: RankExecutor, clock: Clock, progress: Progress | None) -> dict[int, int]:
         assert self.transport is not None
@@ -266,6 +280,9 @@ class Pair:
 
     def close(self) -> None:
         """Close the connections; nothing may be in flight."""
+        if self._m2n is not None:
+            self._m2n.close()
+            self._m2n = None
         if self.transport is not None:
             self.transport.close()
             self.transport = None

@@ -46,6 +46,7 @@ class RefitOptions:
     colocated: bool = False
     allow_extra: bool = False
     trust_checkpoint: bool = False
+    m2n: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class RefitReport:
     casts: list[str]
     extra: list[str]
     state_dict: str
+    m2n: dict[str, int] | None
 
 
 def run_rank(
@@ -89,7 +90,7 @@ def run_rank(
         jobs, setup, topology = join(control, world, options, read)
         plan = build_plan(
             jobs.source, jobs.destination, topology, options.mode,
-            staging=options.staging, allow_extra=options.allow_extra,
+            staging=options.staging, allow_extra=options.allow_extra, m2n=options.m2n,
         )  # fmt: skip
         loop = _Loop(options, plan, control, setup, undo)
         undo.append(loop.pair.abort)
@@ -227,7 +228,7 @@ def report_of(
         world=jobs | world, backend=backend, mode=plan.mode, digest=plan.digest, iterations=iterations,
         verified=True if pair.options.verify else None, verified_elements=compared, peak_staging_bytes=peak,
         environment=describe_environment(backend), casts=_casts_of(plan), extra=extra,
-        state_dict=pair.state_dict,
+        state_dict=pair.state_dict, m2n=None if plan.m2n is None else plan.m2n.totals(plan.pairs),
     )  # fmt: skip
 
 

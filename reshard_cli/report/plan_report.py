@@ -33,17 +33,19 @@ def plan_report(
     *,
     staging: int,
     allow_extra: bool = False,
+    m2n: bool = False,
 ) -> tuple[dict[str, Any], Plan]:
     """Plan every mode; return the report of one, with the others beside it, and that one's plan.
 
-    Raises WeightsError or DocumentError as `build_plan` does.
+    m2n: NCCL M2N carries what it can in all of them; the figures are of the rest. Raises WeightsError or
+    DocumentError as `build_plan` does.
     """
     began = time.perf_counter()
     plans: dict[Mode, Plan] = {}
     for one in dict.fromkeys((mode, *MODES)):
         plans[one] = build_plan(
             jobs.source, jobs.destination, topology, one,
-            staging=staging, allow_extra=allow_extra, known=plans.values(),
+            staging=staging, allow_extra=allow_extra, known=plans.values(), m2n=m2n,
         )  # fmt: skip
     traffic = {one: traffic_of(plan) for one, plan in plans.items()}
     predicted = {one: predict(plans[one], traffic[one], hardware, one) for one in MODES}
@@ -61,6 +63,7 @@ def plan_report(
         "destination": _side(jobs.destination.name, topology, plan, source=False),
         "mode": mode,
         "routes": _routes(plan),
+        **_m2n(plan),
         "traffic": {
             "network_bytes": chosen.network_bytes,
             "domain_bytes": chosen.domain_bytes,
@@ -106,7 +109,8 @@ def _side(name: str, topology: Topology, plan: Plan, *, source: bool) -> dict[st
 
 
 def _routes(plan: Plan) -> dict[str, Any]:
-    found = {route: {"tensors": 0, "bytes": 0, "share": 0.0} for route in ("reshard", "broadcast")}
+    names = ("reshard", "broadcast") if plan.m2n is None else ("reshard", "broadcast", "m2n")
+    found = {route: {"tensors": 0, "bytes": 0, "share": 0.0} for route in names}
     total = 0
     for pair, route in zip(plan.pairs, plan.routes, strict=True):
         size = math.prod(pair.shape) * item_size(pair.wire_dtype)
@@ -116,6 +120,22 @@ def _routes(plan: Plan) -> dict[str, Any]:
     for one in found.values():
         one["share"] = one["bytes"] / total if total else 0.0
     return found
+
+
+def _m2n(plan: Plan) -> dict[str, Any]:
+    """Return what NCCL M2N declines and why, the largest part first; nothing where it was not asked for."""
+    if plan.m2n is None:
+        return {}
+    declined = sorted(plan.m2n.declined.items(), key=lambda item: -item[1].num_bytes)
+    return {
+        "m2n": {
+            **plan.m2n.totals(plan.pairs),
+            "buffer_bytes": plan.m2n.buffer_bytes,
+            "declined": [
+                {"reason": reason, "tensors": one.tensors, "bytes": one.num_bytes} for reason, one in declined
+            ],
+        }
+    }
 
 
 def _relays(plan: Plan) -> dict[str, int]:

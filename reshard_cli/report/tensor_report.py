@@ -44,7 +44,19 @@ def tensor_report(jobs: Jobs, plan: Plan, name: str) -> dict[str, Any]:
         "source": _holders(jobs.source, pair.name, expert),
         "destination": _holders(jobs.destination, pair.name, expert),
         "fragments": _fragments(plan, index, expert),
+        "m2n": _m2n(plan, index),
     }
+
+
+def _m2n(plan: Plan, index: int) -> list[dict[str, Any]] | None:
+    """Return both sides' meshes where NCCL M2N carries the tensor, else None."""
+    for one in plan.m2n.carried if plan.m2n is not None else ():
+        if index in one.tensors:
+            return [
+                {"first_rank": side.start, "mesh": list(side.mesh), "cut_axis": side.axis, "dim": side.dim}
+                for side in (one.source, one.destination)
+            ]
+    return None
 
 
 def _find(plan: Plan, name: str) -> tuple[int, int | None]:
@@ -137,6 +149,12 @@ def tensor_lines(report: dict[str, Any], jobs: Jobs, colocated: bool) -> list[st
             where = f"{one['storage']!r} from element {one['offset']}"
             lines.append(f"  {layout.name} {one['rank']}: {_box(one['box'])} in {where}")
     lines.append("moves:")
+    if report["m2n"] is not None:
+        for side, one in zip(("source", "destination"), report["m2n"], strict=True):
+            lines.append(
+                f"  by NCCL M2N, {side}: mesh {one['mesh']} from rank {one['first_rank']}, "
+                f"axis {one['cut_axis']} cuts dim {one['dim']}"
+            )
     for one in report["fragments"]:
         sender, carrier = (jobs.name_of(one[end], colocated) for end in ("sender", "carrier"))
         text = f"  {_box(one['box'])}, {one['bytes']:,} bytes: "

@@ -58,8 +58,10 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
                 ("destination", _side(report["destination"])),
                 ("mode", report["mode"]),
                 *((f"route {name}", f"{route['tensors']} tensors, {bytes_text(route['bytes'])} "
-                                    f"({route['share']:.1%})")
+                                    f"({route['share']:.1%})"
+                                    + ("; what follows is of the rest" if name == "m2n" else ""))
                   for name, route in report["routes"].items()),
+                *_m2n(report.get("m2n")),
                 ("network", f"{bytes_text(traffic['network_bytes'])}; the bound is "
                             f"{bytes_text(traffic['network_lower_bound'])}, broadcasting everything "
                             f"{bytes_text(traffic['conventional_network_bytes'])}"),
@@ -96,6 +98,19 @@ def print_plan(report: dict[str, Any], console: Console | None = None) -> None:
     _print_largest(report["largest"], console)
     if report["extra"]:
         console.print(f"left out, as only the source has them: {', '.join(report['extra'])}", highlight=False)
+
+
+def _m2n(told: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return the lines about what NCCL M2N declines and why, or none."""
+    if told is None:
+        return []
+    return [
+        (
+            "" if number else "m2n declines",
+            f"{one['tensors']} tensors, {bytes_text(one['bytes'])}: {one['reason']}",
+        )
+        for number, one in enumerate(told["declined"])
+    ]
 
 
 def _relays(relays: dict[str, Any]) -> list[tuple[str, str]]:
@@ -223,6 +238,9 @@ def print_refit(report: dict[str, Any], console: Console | None = None) -> None:
     ]  # fmt: skip
     if report["state_dict"]:
         rows.append(("read", f"the state dict {report['state_dict']!r} of the checkpoint"))
+    if report["m2n"] is not None:
+        carried = f"{report['m2n']['tensors']} tensors, {bytes_text(report['m2n']['bytes'])} of the model"
+        rows.append(("m2n", f"{carried}, not in the columns above"))
     if report["casts"]:
         rows.append(("cast", ", ".join(report["casts"])))
     if report["extra"]:

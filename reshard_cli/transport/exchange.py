@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reshard_cli.errors import PeerLostError
+from reshard_cli.errors import DocumentError, PeerLostError
 from reshard_cli.plan.entries import NETWORK
+from reshard_cli.transport.m2n import M2n
 from reshard_cli.transport.message import Message, Pending, Transport, chunks
 from reshard_cli.transport.nccl import NcclTransport
 from reshard_cli.transport.store import Store
 
-__all__ = ["GlooTransport", "open_transport"]
+__all__ = ["GlooTransport", "open_m2n", "open_transport"]
 
 
 class _GlooPending:
@@ -107,3 +109,11 @@ def open_transport(
     if backend == "nccl":
         return NcclTransport(store, rank, num_ranks, timeout, domains, check)
     return GlooTransport(store, rank, num_ranks, timeout)
+
+
+def open_m2n(transport: Transport, device: torch.device, timeout: float, check: Callable[[], None]) -> M2n:
+    """Return NCCL M2N on this transport's communicator. Raises DocumentError where it has none."""
+    communicator = getattr(transport, "communicator", None)
+    if communicator is None:
+        raise DocumentError("--m2n: NCCL M2N needs --backend nccl")
+    return M2n(communicator, device, timeout, check)

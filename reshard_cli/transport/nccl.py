@@ -26,7 +26,7 @@ from reshard_cli.transport.message import Message, Pending, chunks
 from reshard_cli.transport.shared_gpu import check_shared_gpu
 from reshard_cli.transport.store import Store
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "wait_until"]
 
 _POLL = 0.001  # longest pause, in seconds, between two looks at the GPU
 _CHECK = 0.2  # seconds between two looks at the control plane
@@ -34,7 +34,7 @@ _ABORT = 5.0  # seconds that an abort may take before the process ends without
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def _wait_until(done: Callable[[], bool], timeout: float, check: Callable[[], None]) -> bool:
+def wait_until(done: Callable[[], bool], timeout: float, check: Callable[[], None]) -> bool:
     """Wait on the host until something is done; say whether it was in time. Raises what `check` raises."""
     deadline = time.monotonic() + timeout
     checked = time.monotonic()
@@ -66,7 +66,7 @@ class _NcclPending:
         guilty = self._peers[0] if len(self._peers) == 1 else None
         try:
             work.wait()  # orders the stream; does not block the host
-            in_time = _wait_until(work.is_completed, self._timeout, self._check)
+            in_time = wait_until(work.is_completed, self._timeout, self._check)
             if in_time:
                 work.wait()  # raises where it completed by failing
         except RuntimeError as error:
@@ -130,12 +130,17 @@ class NcclTransport:
         thread = threading.Thread(target=connect, name="connecting", daemon=True)
         thread.start()
         # no look at the control plane: the store's client may be held by the thread, and the watchdog has its own
-        in_time = _wait_until(lambda: not thread.is_alive(), self._timeout, lambda: None)
+        in_time = wait_until(lambda: not thread.is_alive(), self._timeout, lambda: None)
         if failed:
             raise PeerLostError(f"connecting the GPUs: {_first_line(failed[0])}") from failed[0]
         if not in_time:
             raise PeerLostError(f"connecting the GPUs: not done in {self._timeout:g} s")
         return group
+
+    @property
+    def communicator(self) -> int:
+        """The communicator of all ranks, as NCCL's own handle."""
+        return int(self._group[NETWORK]._comm_ptr())
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], phase: int = NETWORK) -> Pending:
         group, ranks = self._group[phase], self._ranks[phase]

@@ -98,3 +98,25 @@ def test_this_machine_can_be_measured_on_the_spot():
 def test_the_schema_of_profiles_is_there_for_editors():
     schema = json.loads(run_cli("schema", "hardware").stdout)
     assert {"nic", "nvlink", "memory"} <= schema["properties"].keys()
+
+
+def test_m2n_tells_what_it_would_carry_and_why_it_declines_the_rest(tmp_path):
+    values = yaml.safe_load(Path(INFER).read_text())
+    values["model"] = str(LAYOUTS / "models" / "quickstart-moe.yaml")
+    values["tensors"].insert(0, {"match": "model.norm.weight", "route": "broadcast"})
+    infer = write_yaml(tmp_path / "infer.yaml", values)
+    plain = json.loads(run_cli("plan", TRAIN, infer, "--json", "-").stdout)
+    report = json.loads(run_cli("plan", TRAIN, infer, "--m2n", "--json", "-").stdout)
+    assert set(plain["routes"]) == {"reshard", "broadcast"}
+    assert "m2n" not in plain
+    declined = report["m2n"].pop("declined")
+    assert declined == [{"reason": "its route is broadcast", "tensors": 1, "bytes": 1024}]
+    assert report["m2n"]["tensors"] == report["routes"]["m2n"]["tensors"] == 134
+    assert report["m2n"]["bytes"] == report["routes"]["m2n"]["bytes"] == report["model"]["bytes"] - 1024
+    assert report["traffic"]["network_bytes"] < plain["traffic"]["network_bytes"]
+    assert report["digest"] != plain["digest"]
+    shown = " ".join(run_cli("plan", TRAIN, infer, "--m2n", "--html", tmp_path / "plan.html").stdout.split())
+    assert "route m2n 134 tensors" in shown
+    assert "m2n declines 1 tensors, 1.02 kB: its route is broadcast" in shown
+    told = run_cli("plan", TRAIN, infer, "--m2n", "--tensor", "model.layers.0.self_attn.o_proj.weight").stdout
+    assert "by NCCL M2N, destination: mesh [2, 2] from rank 4, axis 1 cuts dim 1" in told
