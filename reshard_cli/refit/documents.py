@@ -57,13 +57,13 @@ def described(
 def of_note(note: dict[str, Any], who: str, digest: str | None = None) -> JobLayout:
     """Return the layout of a note. Raises TransferError where it is none, or not the one of this digest."""
     with tempfile.TemporaryDirectory(prefix="reshard-cli-") as folder:
-        path = Path(folder) / f"{who}.yaml"
+        path = Path(folder) / "layout.yaml"  # a job's name may be a path, and comes from the network
         model = Path(folder) / "model.yaml"
         try:
-            path.write_text(yaml.safe_dump(note["layout"], sort_keys=False))
-            model.write_text(note["model"])
+            path.write_text(yaml.safe_dump(note["layout"], sort_keys=False), encoding="utf-8")
+            model.write_text(note["model"], encoding="utf-8")
             layout = build_layout(read_layout_document(path), read_model(model))
-        except (KeyError, TypeError, yaml.YAMLError, DocumentError) as error:
+        except (KeyError, TypeError, ValueError, yaml.YAMLError, DocumentError) as error:
             raise TransferError(f"the layout that {who} sent cannot be read: {error}") from error
     if digest is not None and layout.digest != digest:
         raise TransferError(f"the layout that {who} sent is not the one that it has")

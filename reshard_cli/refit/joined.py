@@ -107,7 +107,7 @@ def differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
             if one is None or two is None:
                 continue
             if isinstance(one, list) and isinstance(two, list):
-                if set(one) & set(two):
+                if any(layout in two for layout in one):
                     continue
             elif one == two:
                 continue

@@ -93,7 +93,7 @@ class JoinedSource(Joined):
         try:
             self.entry = self._enter(self._facts, own.note, own.layout.name)
         except BaseException:
-            self._leave(end=True)
+            self._leave()
             raise
         self.watchdog.start()
 
@@ -123,8 +123,9 @@ class JoinedSource(Joined):
             if number in self._lost:
                 raise self._lost[number]
             if session is None:
-                session = self._admitted(number)
-                name = session.name
+                about = json.loads(self.gate.get(f"session/{number}/about"))
+                name = about["name"]
+                session = self._admitted(number, about)
                 session.pair.open(version)
                 self.sessions[number] = session
             session.turns += 1
@@ -145,15 +146,18 @@ class JoinedSource(Joined):
                 return None
             return RefitOfJob(name, version, session is not None and session.pair.applied, error=told)
 
-    def _admitted(self, number: int) -> JoinedSession:
-        about = json.loads(self.gate.get(f"session/{number}/about"))
-        # its own words, and not what this side has of them: their order is that of its plan
-        note = json.dumps(about["note"], sort_keys=True)
-        layout = self._layouts.get(note)
-        if layout is None:
-            layout = of_note(about["note"], about["name"], about["digest"])
-            self._layouts[note] = layout
+    def _admitted(self, number: int, about: dict[str, Any]) -> JoinedSession:
+        layout = self._layout_of(about["name"], about["digest"], about["note"])
         return self._session(number, self.member.rank, Jobs(self.own.layout, layout), self.end, None)
+
+    def _layout_of(self, name: str, digest: str, note: Any) -> JobLayout:
+        """Return a job's layout by its own words, and not by this side's: their order is that of its plan."""
+        text = json.dumps(note, sort_keys=True)
+        layout = self._layouts.get(text)
+        if layout is None:
+            layout = of_note(note, name, digest)
+            self._layouts[text] = layout
+        return layout
 
     def _agreed_turn(self, version: int, wait: float) -> list[int]:
         """Return the sessions of this refit, the same on all source ranks."""
@@ -222,10 +226,15 @@ class JoinedSource(Joined):
             if not job.complete or job.entry in self._seen:
                 continue
             self._seen.add(job.entry)
+            own = job.facts.get("layout of the destination")
             lines = differences(self._facts, job.facts)
-            own = job.facts.get("layout of the destination") or []
-            if len(own) != 1:
+            if not isinstance(own, list) or len(own) != 1:
                 lines.append("it does not say what its own layout is")
+            if not lines:
+                try:
+                    self._layout_of(job.name, own[0], job.note)
+                except TransferError as error:
+                    lines.append(str(error))
             if lines:
                 self.gate.set(f"entries/{job.entry}/refused", json.dumps(lines))
                 self._note(f"{job.name} was not let in: {'; '.join(lines)}")
@@ -252,7 +261,7 @@ class JoinedSource(Joined):
         for session in self.sessions.values():
             session.pair.close()
         self.sessions.clear()
-        self._leave(end=self.member.rank == 0)
+        self._leave()
 
     def abandon(self, error: ReshardError) -> None:
         """Go, and tell everybody that this rank failed."""
@@ -264,12 +273,13 @@ class JoinedSource(Joined):
                 session.control.fail(error)
             session.pair.close()
         self.sessions.clear()
-        self._leave(end=self.member.rank == 0)
+        self._leave()
 
-    def _leave(self, *, end: bool) -> None:
+    def _leave(self) -> None:
         self.closed = True
         self.watchdog.end()
         with contextlib.suppress(TransferError):
-            self.gate.leave(end=end)
+            # only whoever opened the gate ends it: this may be a rank of a second source, that was not let in
+            self.gate.leave(end=self._process is not None)
         if self._process is not None:
             self._process.close()

@@ -38,6 +38,7 @@ _MOST_STRANGERS = 128  # connections that have not proven anything yet; more of 
 _OUTLAST = 8.0  # seconds that the gate outlives its parent, for the others to read why
 _MOST_OF_A_FRAME = 1 << 28  # bytes from somebody who knows the token
 _MOST_OF_A_KEY = 4096
+_DEEPEST = 256  # calls, and so objects in objects: those who are told of a value read it with a fuller stack
 _LENGTH = struct.Struct(">I")
 
 
@@ -387,6 +388,7 @@ def main() -> None:
     """Serve until the parent is gone or says the end, and nobody is left."""
     token = sys.stdin.readline().rstrip("\n")
     listener = socket.socket(fileno=int(sys.argv[1]))
+    sys.setrecursionlimit(_DEEPEST)
     # an interrupt of the terminal goes to everybody in it: the ranks say themselves when they are done
     import signal
 
