@@ -226,7 +226,7 @@ class JoinedSource(Joined):
             if not job.complete or job.entry in self._seen:
                 continue
             self._seen.add(job.entry)
-            own = job.facts.get("layout of the destination")
+            own: Any = job.facts.get("layout of the destination")
             lines = differences(self._facts, job.facts)
             if not isinstance(own, list) or len(own) != 1:
                 lines.append("it does not say what its own layout is")

@@ -363,7 +363,7 @@ def second_source(loop: RunningLoop) -> None:
 
 @attack
 def second_source_at_the_same_address(loop: RunningLoop) -> None:
-    with pytest.raises(TransferError, match="cannot listen at .*: Address already in use"):
+    with pytest.raises(TransferError, match=r"cannot listen at .*: Address already in use"):
         joined(loop, role="source")
 
 
