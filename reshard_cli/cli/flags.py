@@ -98,14 +98,15 @@ StagingFlag = Annotated[
 ]
 
 
-def _positive(seconds: float) -> float:
-    if seconds <= 0:
-        raise typer.BadParameter("must be more than 0 seconds", param_hint="--timeout")
+def _waitable(seconds: float) -> float:
+    from reshard_cli.refit.prepare import check_timeout
+
+    check_timeout(seconds, "--timeout")
     return seconds
 
 
 TimeoutFlag = Annotated[
-    float, typer.Option("--timeout", metavar="S", help="longest wait for a peer", callback=_positive)
+    float, typer.Option("--timeout", metavar="S", help="longest wait for a peer", callback=_waitable)
 ]
 BackendFlag = Annotated[BackendName, typer.Option("--backend", help="auto: nccl where all have GPUs")]
 DomainFlag = Annotated[

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from reshard_cli.cli.telling import Telling
 from reshard_cli.errors import DocumentError, printable
-from reshard_cli.refit.prepare import RefitOptions, parse_domain
+from reshard_cli.refit.prepare import RefitOptions, check_token, parse_domain
 from reshard_cli.spec.headers import is_rank_folder
 
 __all__ = ["run_joined_refit"]
+
+_LONGEST_TOKEN = 4096
 
 
 def run_joined_refit(
@@ -35,8 +37,7 @@ def run_joined_refit(
         raise DocumentError("--colocated: jobs that join have ranks of their own; start both in one torchrun")
     if options.m2n:
         raise DocumentError("--m2n: not for jobs that join each other; start both in one torchrun")
-    if also and role == "destination":
-        raise DocumentError("--also: a destination job has one layout; the source lets in several")
+    _refuse_flags_of_other_side(options, role, also, rejoin)
     secret = _secret(token, token_file)
     telling.check()
     parse_domain(options.domain)
@@ -45,6 +46,7 @@ def run_joined_refit(
     import torch
 
     from reshard_cli.refit.documents import described
+    from reshard_cli.refit.endpoints import check_target
     from reshard_cli.refit.joined import Membership
     from reshard_cli.refit.joined_loop import JoinedRun, run_joined
     from reshard_cli.refit.library import identity_of_job, place_in_job
@@ -54,6 +56,8 @@ def run_joined_refit(
     from reshard_cli.transport.job_launcher import launch_job
 
     where = parse_address(address)
+    if role == "destination" and not options.target.startswith("live:"):
+        check_target(options.target, "check")
     folder = Path(options.origin)
     checkpoint = role == "source" and folder.is_dir() and not is_rank_folder(folder)
     layouts = [
@@ -84,14 +88,42 @@ def run_joined_refit(
     sys.exit(launch_job(needed, lambda rank, claim: rank_of(rank, needed, rank, identity, claim)))
 
 
+def _refuse_flags_of_other_side(options: RefitOptions, role: str, also: list[Path], rejoin: bool) -> None:
+    """What one job alone can do, said to the other, would be silently left undone."""
+    given = {
+        "--from": ("source", options.origin != "synthetic"),
+        "--watch": ("source", options.watch is not None),
+        "--also": ("source", bool(also)),
+        "--rejoin": ("source", rejoin),
+        "--to": ("destination", options.target != "memory"),
+        "--double-buffer": ("destination", options.double_buffer),
+    }
+    for flag, (side, there) in given.items():
+        if there and side != role:
+            raise DocumentError(f"{flag}: is for the {side} job; leave it out on the {role}")
+
+
 def _secret(token: str | None, file: Path | None) -> str:
     if token is not None and file is not None:
         raise DocumentError("--token and --token-file: give one of them")
     if file is not None:
         try:
-            token = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DocumentError(f"--token-file: {file} cannot be read: {error}") from error
-    if not token:
+            with file.open("rb") as opened:
+                data = opened.read(_LONGEST_TOKEN + 1)
+            token = data.decode().strip()
+        except OSError as error:
+            raise DocumentError(f"--token-file: {file} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise DocumentError(
+                f"--token-file: {file} is no text (UTF-8); give a file with some secret words or digits"
+            ) from error
+        if not token:
+            raise DocumentError(f"--token-file: {file} is empty; both jobs need the same secret in it")
+        if len(data) > _LONGEST_TOKEN:
+            raise DocumentError(
+                f"--token-file: {file} is longer than {_LONGEST_TOKEN} bytes: is it the right one?"
+            )
+    if token is None:
         raise DocumentError("--join: jobs that join share a secret: give --token-file FILE to both of them")
+    check_token(token, "--token")
     return token

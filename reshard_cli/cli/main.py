@@ -140,8 +140,6 @@ def refit(
 
     if watch is not None and origin != "synthetic":
         raise DocumentError("--watch: its folders are the sources; leave --from out")
-    if watch is not None and role == RoleName.destination:
-        raise DocumentError("--watch: the source watches; leave it out on the destination")
     endless = watch is not None or (join is not None and role == RoleName.destination)
     options = RefitOptions(
         source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from reshard_cli import __version__
-from reshard_cli.errors import PeerLostError, ReshardError, TransferError
+from reshard_cli.errors import PeerLostError, ReshardError, TransferError, printable
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.build import PLAN_VERSION, build_plan
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
@@ -29,6 +31,7 @@ from reshard_cli.transport.control import Control, Failure
 from reshard_cli.transport.gate_client import (
     Address,
     GateStore,
+    StopAskedError,
 )
 from reshard_cli.transport.store import Prefixed, Store
 from reshard_cli.transport.watchdog import Watchdog
@@ -41,6 +44,7 @@ __all__ = [
     "Joined",
     "JoinedSession",
     "Membership",
+    "OwnProcess",
     "differences",
     "facts_of",
 ]
@@ -61,6 +65,17 @@ class Membership:
     local_rank: int
     address: Address
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProcess:
+    """A process that is this program's own: `stop` says when it is asked to end.
+
+    `claim` says once, on one of the ranks that share a terminal, that this one is to tell of a failure.
+    """
+
+    stop: Callable[[], bool]
+    claim: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -125,13 +140,20 @@ def _short(value: object) -> str:
 class Joined:
     """What a rank of either job has: its connection to the gate, and its sign of life."""
 
-    def __init__(self, member: Membership, options: RefitOptions, *, ends_process: bool) -> None:
+    def __init__(self, member: Membership, options: RefitOptions, process: OwnProcess | None) -> None:
+        """`process`: where it is this program's own, and may be ended."""
         # how many refits each side wants is its own affair
         self.member, self.options = member, replace(options, iterations=None)
-        self.gate = GateStore(member.address, member.token, options.timeout)
-        self.watchdog = Watchdog(self._another, parent=None, ends=ends_process)
+        self._process = process
+        self.gate = GateStore(member.address, member.token, options.timeout, self._stop)
+        self.watchdog = Watchdog(
+            self._another, parent=None, ends=process is not None, last_words=self._end_told
+        )
         self.job: Control
         self.closed = False
+
+    def _stop(self) -> bool:
+        return self._process is not None and self._process.stop()
 
     def _another(self) -> Store:
         return self.gate.another()
@@ -165,13 +187,22 @@ class Joined:
         return control
 
     def _wait(self, key: str, unless: Sequence[str], seconds: float) -> bool:
-        """Wait for a key; return whether it is lacking still. Raises a failure under one of `unless`."""
-        lacking = self.gate.wait_keys([key], unless, seconds)
-        if lacking:
+        """Wait for a key; return whether it is lacking still.
+
+        Raises a failure under one of `unless`, StopAskedError where this process is to end.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if not self.gate.wait_keys([key], unless, min(left, SLICE)):
+                return False
             for one in unless:
                 if self.gate.check([one]):
                     raise Failure(**json.loads(self.gate.get(one))).error()
-        return bool(lacking)
+            if self._stop():
+                raise StopAskedError(f"asked to end while {key!r} was not there")
+            if left <= SLICE:
+                return True
 
     def first_to_tell(self) -> bool | None:
         """Say whether this rank is the one of its job to tell people of a failure; None: nobody can say any more."""
@@ -180,6 +211,20 @@ class Joined:
         except (TransferError, AttributeError):
             return None  # the gate is gone
         return told.decode() == str(self.member.rank)
+
+    def _end_told(self, store: Store | None, failure: Failure | None) -> None:
+        """Tell people why the watchdog ends this process, where no other rank of the job has: all may be stuck."""
+        why = "lost the source's gate" if failure is None else failure.message
+        assert self._process is not None
+        first = False
+        if store is None or not isinstance(self.job.store, Prefixed):
+            first = self._process.claim()
+        else:
+            with contextlib.suppress(TransferError):
+                own = f"the watchdog of {self.member.rank}"
+                first = Prefixed(store, self.job.store.prefix).compare_set("told", "", own).decode() == own
+        if first:
+            print(f"error: {printable(why)}", file=sys.stderr, flush=True)
 
     def fail(self, error: ReshardError) -> None:
         """Tell the job's other ranks of a failure that ends this one."""

@@ -17,6 +17,7 @@ from reshard_cli.refit.joined import (
     Joined,
     JoinedSession,
     Membership,
+    OwnProcess,
     differences,
     facts_of,
 )
@@ -39,14 +40,14 @@ class JoinedDestination(Joined):
         source: Described | None,
         end: Callable[[str], DestinationEnd],
         *,
-        ends_process: bool = False,
+        process: OwnProcess | None = None,
     ) -> None:
         """`source`: the source's layout as this side knows it, to be compared; None: the source says it.
 
-        `end` makes where values go, with a word that all ranks of the job share. Raises TransferError with all
-        differences where the source has something else.
+        `end` makes where values go, with a word that all ranks of the job share; `process`: see `Joined`. Raises
+        TransferError with all differences where the source has something else.
         """
-        super().__init__(member, options, ends_process=ends_process)
+        super().__init__(member, options, process)
         self.own = own
         self._end = end
         self.end: DestinationEnd | None = None
@@ -88,20 +89,20 @@ class JoinedDestination(Joined):
         """Whether a refit has begun to write over the weights and has not come to its end."""
         return self.end is not None and self.end.torn
 
-    def refit(self, stop: Callable[[], bool] = lambda: False) -> int | None:
-        """Take the source's next version; return it, or None where the source has ended or `stop` says so.
+    def refit(self) -> int | None:
+        """Take the source's next version; return it, or None where the source has ended or this job is to end.
 
         Waits for it as long as the source lives. Raises TransferError, WeightsError, VerifyError: then this job
         is out, and has to join again.
         """
         session = self.session
         if session is None:
-            session = self._admitted(stop)
+            session = self._admitted()
             if session is None:
                 return None
             self.session = session
         try:
-            version = self._next(session, stop)
+            version = self._next(session)
             if version is None:
                 return None
             session.control.barrier(f"begin/{session.turns}", "beginning the refit")
@@ -110,13 +111,13 @@ class JoinedDestination(Joined):
         except Exception as error:
             raise self._failed(session.control, session.pair, error) from error
 
-    def _next(self, session: JoinedSession, stop: Callable[[], bool]) -> int | None:
+    def _next(self, session: JoinedSession) -> int | None:
         """Return the source's next version, the same on all ranks of the job; None where it, or this job, ends."""
         session.turns += 1
         key, control = f"turn/{session.turns}", session.control
         control.phase("waiting for the next refit")
         if self.member.rank == 0:
-            there = control.wait_while_alive(key, 0, lambda: stop() or self.job.store.check(["stop"]))
+            there = not self._ending() and control.wait_while_alive(key, 0, self._ending)
             version = json.loads(control.store.get(key)) if there else None
             self.job.store.set(key, json.dumps(version))
             self.job.store.delete_key(f"turn/{session.turns - 2}")
@@ -124,19 +125,24 @@ class JoinedDestination(Joined):
 
             def stopping() -> bool:
                 control.check()
-                return stop()
+                return self._stop()
 
-            if not self.job.wait_while_alive(key, 0, stopping):
+            # asked before there is a wait, too: a source that is fast has always the next version
+            if self._stop() or not self.job.wait_while_alive(key, 0, stopping):
                 self.job.store.set("stop", "1")
             version = self.job.read_shared(key, 0)
         return None if version is None else int(version)
 
-    def _admitted(self, stop: Callable[[], bool]) -> JoinedSession | None:
+    def _ending(self) -> bool:
+        """Say whether this rank, or another one of the job, was asked to end."""
+        return self._stop() or self.job.store.check(["stop"])
+
+    def _admitted(self) -> JoinedSession | None:
         """Wait until the source takes this job in; None where it ended before."""
         key, refused = f"entries/{self.entry}/session", f"entries/{self.entry}/refused"
         unless = [f"entries/{self.entry}/failure", SOURCE_FAILURE, "source/ended"]
         while self.gate.wait_keys([key], [*unless, refused], SLICE):
-            if self.gate.check(["source/ended"]) or stop():
+            if self.gate.check(["source/ended"]) or self._stop():
                 return None
             for one in unless[:2]:
                 if self.gate.check([one]):

@@ -12,15 +12,22 @@ from reshard_cli.errors import ReshardError, TransferError
 from reshard_cli.refit.documents import Described
 from reshard_cli.refit.ends import DestinationEnd
 from reshard_cli.refit.failing import wrapped
-from reshard_cli.refit.joined import Membership
+from reshard_cli.refit.joined import Membership, OwnProcess
 from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource
 from reshard_cli.refit.pair import Iteration, Pair
 from reshard_cli.refit.prepare import RefitOptions
-from reshard_cli.refit.session import RefitReport, keep, open_destination, open_source_end, report_of
+from reshard_cli.refit.session import (
+    RefitReport,
+    keep,
+    load_target,
+    open_destination,
+    open_source_end,
+    report_of,
+)
 from reshard_cli.refit.stopping import Stop
 from reshard_cli.refit.turns import Turn, next_turn
-from reshard_cli.weights.live import LiveEndpoint
+from reshard_cli.transport.gate_client import StopAskedError
 from reshard_cli.weights.watching import Watched
 
 __all__ = ["JoinedRun", "RefitOfLoop", "run_joined"]
@@ -71,15 +78,19 @@ def run_joined(
     joined: JoinedSource | JoinedDestination | None = None
     try:
         with Stop() as stop:
-            if member.role == "source":
-                loop = _SourceLoop(member, options, source, [destination, *also], run)
-                joined = loop.joined
-                report = loop.run(stop)
-            else:
-                taking = _DestinationLoop(member, options, source, destination, run, undo)
-                joined = taking.joined
-                report = taking.run(stop)
-            joined.close()
+            process = OwnProcess(lambda: stop.asked, run.claim)
+            try:
+                if member.role == "source":
+                    loop = _SourceLoop(member, options, source, [destination, *also], run, process)
+                    joined = loop.joined
+                    report = loop.run(stop)
+                else:
+                    taking = _DestinationLoop(member, options, source, destination, run, undo, process)
+                    joined = taking.joined
+                    report = taking.run()
+                joined.close()
+            except StopAskedError:
+                report = None  # nobody has come yet: as good an end as after a refit
         if report is not None:
             run.on_report(report)
         return 0
@@ -110,14 +121,14 @@ def run_joined(
 class _SourceLoop:
     def __init__(
         self, member: Membership, options: RefitOptions, own: Described, accepted: list[Described],
-        run: JoinedRun,
+        run: JoinedRun, process: OwnProcess,
     ) -> None:  # fmt: skip
         self._options, self._run = options, run
         self._turn = Turn(1)
         self._watched = None if options.watch is None else Watched(options.watch)
         end, self._trainer = open_source_end(options, self._origin)
         note = run.on_note if member.rank == 0 else lambda _: None
-        self.joined = JoinedSource(member, options, own, accepted, end, ends_process=True, note=note)
+        self.joined = JoinedSource(member, options, own, accepted, end, process=process, note=note)
         self._first = member.rank == 0
 
     def _origin(self, version: int) -> str:
@@ -149,7 +160,8 @@ class _SourceLoop:
                     self.joined.job.check()
                     if not self._run.rejoin:
                         raise one.error
-                    self._run.on_note(one.told())
+                    if self._first:
+                        self._run.on_note(one.told())
             pair = next((one.pair for one in self.joined.sessions.values()), pair)
         if self._trainer is not None:
             self._trainer.close()
@@ -172,26 +184,26 @@ class _SourceLoop:
 class _DestinationLoop:
     def __init__(
         self, member: Membership, options: RefitOptions, source: Described, own: Described, run: JoinedRun,
-        undo: list[Callable[[], None]],
+        undo: list[Callable[[], None]], process: OwnProcess,
     ) -> None:  # fmt: skip
         self._options, self._run = options, run
-        self._engine: LiveEndpoint | None = None
+        # before it joins: an engine may take minutes to load, or not be there
+        self._engine = load_target(options)
 
         def end(token: str) -> DestinationEnd:
-            made, self._engine = open_destination(options, token, undo)
-            return made
+            return open_destination(options, token, undo, self._engine)
 
-        self.joined = JoinedDestination(member, options, own, source, end, ends_process=True)
+        self.joined = JoinedDestination(member, options, own, source, end, process=process)
         self._first = member.rank == 0
 
-    def run(self, stop: Stop) -> RefitReport | None:
+    def run(self) -> RefitReport | None:
         """Take version after version until the source ends, or as many as were asked for; return the report on rank 0."""
         iterations: list[Iteration] = []
         limit = self._options.iterations
         done = 0
         while limit is None or done < limit:
             began = time.perf_counter()
-            version = self.joined.refit(lambda: stop.asked)
+            version = self.joined.refit()
             if version is None:
                 break
             done += 1

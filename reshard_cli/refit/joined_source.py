@@ -21,12 +21,13 @@ from reshard_cli.refit.joined import (
     Joined,
     JoinedSession,
     Membership,
+    OwnProcess,
     differences,
     facts_of,
 )
 from reshard_cli.refit.pair import Iteration
 from reshard_cli.refit.prepare import Jobs, RefitOptions
-from reshard_cli.transport.gate_client import GateProcess, open_gate
+from reshard_cli.transport.gate_client import GateProcess, StopAskedError, open_gate
 
 __all__ = ["JoinedSource", "RefitOfJob"]
 
@@ -63,20 +64,20 @@ class JoinedSource(Joined):
         accepted: Sequence[Described] | None,
         end: SourceEnd,
         *,
-        ends_process: bool = False,
+        process: OwnProcess | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`accepted`: the layouts of destination jobs that are let in; None: any. `note` is told, on rank 0, who
-        comes and goes. Raises TransferError.
+        comes and goes; `process`: see `Joined`. Raises TransferError.
         """
-        self._process: GateProcess | None = None
+        self._gate_process: GateProcess | None = None
         if member.rank == 0:
-            self._process = open_gate(member.address, member.token)
+            self._gate_process = open_gate(member.address, member.token)
         try:
-            super().__init__(member, options, ends_process=ends_process)
+            super().__init__(member, options, process)
         except BaseException:
-            if self._process is not None:
-                self._process.end()
+            if self._gate_process is not None:
+                self._gate_process.end()
             raise
         self.own, self.end = own, end
         self._note = note
@@ -103,7 +104,8 @@ class JoinedSource(Joined):
         """Refit every destination job that is there; return what it was to each of them.
 
         Rank 0 waits up to `wait` seconds (default: the timeout) for a first job. Raises TransferError where none
-        comes. A job that fails does not keep the others from theirs; it is let go, and may come in again.
+        comes; returns at once where this process is asked to end meanwhile.
+        A job that fails does not keep the others from theirs; it is let go, and may come in again.
         `released` is called when the source's tensors are not read any more.
         """
         turn = self._agreed_turn(version, self.options.timeout if wait is None else wait)
@@ -172,7 +174,7 @@ class JoinedSource(Joined):
             self.job.store.set(key, json.dumps(told))
             self.job.store.delete_key(f"turn/{self._turn - 2}")
         else:
-            told = self.job.read_shared(key, 0, lambda: self.gate.check(["source/ended"]))
+            told = self.job.read_shared(key, 0, self._first_has_ended)
             if told is None:
                 raise TransferError(f"{self.own.layout.name} 0 has closed its session", 0)
         self._tidy()
@@ -185,6 +187,12 @@ class JoinedSource(Joined):
                 self.member.rank,
             )
         return list(told["sessions"])
+
+    def _first_has_ended(self) -> bool:
+        """Say whether rank 0 is gone in good order; tell it where this rank is asked to end."""
+        if self._stop():
+            self.job.store.set("stop", "1")
+        return self.gate.check(["source/ended"])
 
     def _present(self, wait: float) -> list[int]:
         """Return the sessions that go on, and the new ones; wait for a first one."""
@@ -206,7 +214,12 @@ class JoinedSource(Joined):
                 raise TransferError(
                     f"no destination job came to {self.member.address} within {wait:g} s{more}"
                 )
-            self._wait("complete/destination", [SOURCE_FAILURE], SLICE)
+            try:
+                self._wait("complete/destination", [SOURCE_FAILURE], SLICE)
+            except StopAskedError:
+                return []
+            if self.job.store.check(["stop"]):
+                return []
             if self.gate.check(["complete/destination"]):
                 self.gate.delete_key("complete/destination")
 
@@ -280,6 +293,6 @@ class JoinedSource(Joined):
         self.watchdog.end()
         with contextlib.suppress(TransferError):
             # only whoever opened the gate ends it: this may be a rank of a second source, that was not let in
-            self.gate.leave(end=self._process is not None)
-        if self._process is not None:
-            self._process.close()
+            self.gate.leave(end=self._gate_process is not None)
+        if self._gate_process is not None:
+            self._gate_process.close()

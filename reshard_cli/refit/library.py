@@ -30,7 +30,7 @@ from reshard_cli.refit.failing import wrapped
 from reshard_cli.refit.joined import Membership
 from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource, RefitOfJob
-from reshard_cli.refit.prepare import RefitOptions
+from reshard_cli.refit.prepare import RefitOptions, check_timeout, check_token
 from reshard_cli.transport.gate_client import parse_address
 from reshard_cli.weights.live import Bindable, Hooks, LiveTensors
 from reshard_cli.weights.live_layout import Layout
@@ -75,8 +75,8 @@ def join(
     """
     if role not in ("source", "destination"):
         raise DocumentError(f"role: {role!r} is neither 'source' nor 'destination'")
-    if not token:
-        raise DocumentError("token: jobs that join need a shared secret, which is not empty")
+    check_token(token, "token")
+    check_timeout(timeout, "timeout")
     own_rank, size, local_rank = place_in_job(rank, world_size)
     options = RefitOptions(
         source=Path(), destination=Path(), mode=mode, verify=verify, staging=staging, timeout=timeout,

@@ -17,7 +17,17 @@ from reshard_cli.spec.layout_document import LoadedLayout, read_layout_document
 from reshard_cli.spec.model import Model
 from reshard_cli.spec.model_document import read_model
 
-__all__ = ["Jobs", "RefitOptions", "model_path", "parse_domain", "read_jobs"]
+__all__ = [
+    "Jobs",
+    "RefitOptions",
+    "check_timeout",
+    "check_token",
+    "model_path",
+    "parse_domain",
+    "read_jobs",
+]
+
+_LONGEST_TIMEOUT = 1_000_000.0  # seconds: transports count milliseconds in 32 bits
 
 Made = TypeVar("Made")
 
@@ -86,6 +96,24 @@ def parse_domain(text: str | None) -> int | None:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
         raise DocumentError(f"--domain: {text!r} is neither a number of ranks nor 'auto'")
     return int(text)
+
+
+def check_timeout(seconds: float, flag: str) -> None:
+    """Refuse a timeout that no transport can wait for. Raises DocumentError."""
+    if not 0 < seconds <= _LONGEST_TIMEOUT:
+        raise DocumentError(
+            f"{flag}: {seconds:g} is not a number of seconds, more than 0 and at most {_LONGEST_TIMEOUT:,.0f}"
+        )
+
+
+def check_token(token: str, flag: str) -> None:
+    """Refuse a secret of which no proof can be made. Raises DocumentError."""
+    if not token:
+        raise DocumentError(f"{flag}: jobs that join need a shared secret, which is not empty")
+    try:
+        token.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(f"{flag}: the secret has characters that are no text (UTF-8)") from error
 
 
 def read_jobs(

@@ -37,6 +37,7 @@ __all__ = [
     "Iteration",
     "RefitReport",
     "keep",
+    "load_target",
     "open_destination",
     "open_source_end",
     "report_of",
@@ -110,24 +111,25 @@ def open_source_end(
     return OriginEnd(origin_of, options.allow_extra, options.trust_checkpoint), None
 
 
+def load_target(options: RefitOptions) -> LiveEndpoint | None:
+    """Return the live object that `--to` names, if it names one. Raises DocumentError."""
+    return LiveEndpoint.load(options.target, "--to") if options.target.startswith("live:") else None
+
+
 def open_destination(
-    options: RefitOptions, token: str, undo: list[Callable[[], None]]
-) -> tuple[DestinationEnd, LiveEndpoint | None]:
-    """Return the end that `--to` names, and the live object behind it, if it is one."""
-    if options.target.startswith("live:"):
-        live = LiveEndpoint.load(options.target, "--to")
-        return (
-            LiveEnd(
-                live.tensors, allow_extra=options.allow_extra, double_buffer=options.double_buffer,
-                hooks=live.hooks,
-            ),
-            live,
+    options: RefitOptions, token: str, undo: list[Callable[[], None]], live: LiveEndpoint | None
+) -> DestinationEnd:
+    """Return the end that `--to` names; `live`: the object behind it, if it is one."""
+    if live is not None:
+        return LiveEnd(
+            live.tensors, allow_extra=options.allow_extra, double_buffer=options.double_buffer,
+            hooks=live.hooks,
         )  # fmt: skip
     folder = check_target(options.target, token)
     if folder is None:
-        return MemoryEnd(double_buffer=options.double_buffer), None
+        return MemoryEnd(double_buffer=options.double_buffer)
     undo.append(folder.discard)
-    return FolderEnd(folder), None
+    return FolderEnd(folder)
 
 
 class _Loop:
@@ -152,7 +154,8 @@ class _Loop:
             source, self._trainer = open_source_end(options, self._origin)
         end: DestinationEnd | None = None
         if rank in topology.destination.tolist():
-            end, self._engine = open_destination(options, setup["token"], undo)
+            self._engine = load_target(options)
+            end = open_destination(options, setup["token"], undo, self._engine)
         self.pair = Pair(options, plan, control, setup, source, end, truth=truth)
 
     def _origin(self, version: int) -> str:

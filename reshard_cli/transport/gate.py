@@ -386,7 +386,7 @@ async def _run(listener: socket.socket, parent: int, token: str) -> None:
 
 def main() -> None:
     """Serve until the parent is gone or says the end, and nobody is left."""
-    token = sys.stdin.readline().rstrip("\n")
+    token = sys.stdin.buffer.read().decode()
     listener = socket.socket(fileno=int(sys.argv[1]))
     sys.setrecursionlimit(_DEEPEST)
     # an interrupt of the terminal goes to everybody in it: the ranks say themselves when they are done

@@ -5,7 +5,9 @@ The source's first rank opens the gate; everybody, itself included, connects to 
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,11 +26,23 @@ from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.transport.control import Failure
 from reshard_cli.transport.frames import GREETING_LIMIT, PROTOCOL, proof, receive_frame, send_frame
 
-__all__ = ["Address", "GateProcess", "GateStore", "JobAtGate", "open_gate", "parse_address"]
+__all__ = [
+    "Address",
+    "GateProcess",
+    "GateStore",
+    "JobAtGate",
+    "StopAskedError",
+    "open_gate",
+    "parse_address",
+]
 
 _RETRY = 0.1
 _ANSWER = 20.0  # seconds at most for an answer of the gate beyond what was asked to be waited for
 _SLICE = 30.0  # seconds of one wait at the gate; longer ones are asked for again
+
+
+class StopAskedError(TransferError):
+    """This process was asked to end while it waited for the other job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +71,34 @@ class JobAtGate:
 
 def parse_address(text: str, flag: str = "--join") -> Address:
     """Return the address of `HOST:PORT` or `tcp://HOST:PORT`. Raises DocumentError."""
-    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    host, _, port = text.strip().removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    number = int(port) if port.isdecimal() and len(port) <= 5 else 0
+    if not _is_host(host) or not 0 < number < 65536:
         raise DocumentError(f"{flag}: {text!r} is not HOST:PORT, as 10.0.0.1:29600")
-    return Address(host, int(port))
+    return Address(host, number)
+
+
+def _is_host(text: str) -> bool:
+    """Say whether this may be a name or an address of a host, so that looking it up is worth waiting for."""
+    if ":" in text:
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            return False
+        return True
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return re.fullmatch(r"[\w.-]+", text) is not None
 
 
 @dataclass(slots=True)
 class GateProcess:
     """The gate as a child of this process; it ends by itself when this process does, or says `leave(end=True)`."""
 
-    child: subprocess.Popen[str]
+    child: subprocess.Popen[bytes]
 
     def close(self) -> None:
         """Wait for it to end; take it away where it does not."""
@@ -95,11 +125,11 @@ def open_gate(address: Address, token: str) -> GateProcess:
     command = [sys.executable, "-m", "reshard_cli.transport.gate", str(listener.fileno()), str(os.getpid())]
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, text=True, pass_fds=[listener.fileno()], start_new_session=True
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True
         )
         assert child.stdin is not None
-        child.stdin.write(token + "\n")
-        child.stdin.close()
+        with child.stdin as told:
+            told.write(token.encode())
     finally:
         listener.close()
     return GateProcess(child)
@@ -133,10 +163,13 @@ os.register_at_fork(after_in_child=_close_inherited)
 class GateStore:
     """One connection to the gate. Values are text; raises TransferError when the gate is gone."""
 
-    def __init__(self, address: Address, token: str, timeout: float) -> None:
+    def __init__(
+        self, address: Address, token: str, timeout: float, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         """Connect and prove to know the token, waiting until the gate is open.
 
-        Raises TransferError where nobody is there within `timeout` seconds, or the gate does not let this one in.
+        Raises TransferError where nobody is there within `timeout` seconds, or the gate does not let this one in,
+        StopAskedError where `stop` says so before.
         """
         self._address, self._token = address, token
         self._answer = min(_ANSWER, max(timeout, 1.0))
@@ -155,6 +188,8 @@ class GateStore:
                         f"nobody answers at {address} within {timeout:g} s (is the source job up, and its rank 0 there?): "
                         f"{error}"
                     ) from error
+                if stop():
+                    raise StopAskedError(f"asked to end while nobody answered at {address}") from error
                 time.sleep(_RETRY)
 
     def _greet(self) -> None:

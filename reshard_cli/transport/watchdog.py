@@ -26,12 +26,20 @@ _DECIDING = 20.0  # and more, where it is finding out whether a version was comm
 class Watchdog:
     """Watches over some controls of one rank: all of its refits with the other jobs."""
 
-    def __init__(self, connect: Callable[[], Store], *, parent: int | None, ends: bool) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        *,
+        parent: int | None,
+        ends: bool,
+        last_words: Callable[[Store | None, Failure | None], None] = lambda *_: None,
+    ) -> None:
         """`connect` gives this thread a store of its own; with `ends` it may end the process.
 
-        The process also ends when its launcher, the process `parent`, is gone.
+        The process also ends when its launcher, the process `parent`, is gone. `last_words` is called just before it
+        ends, with the thread's store (None: it is lost) and the failure.
         """
-        self._connect, self._parent, self._ends = connect, parent, ends
+        self._connect, self._parent, self._ends, self._last_words = connect, parent, ends, last_words
         self._watched: dict[
             int, tuple[Control, Callable[[Store], Store], Callable[[Failure], None] | None]
         ] = {}
@@ -73,6 +81,7 @@ class Watchdog:
             return
         # the store is gone, and with it whoever could say more
         if self._ends and not self._stopped(_GRACE):
+            self._last_words(None, None)
             os._exit(TransferError.exit_code)
 
     def _beat(self, store: Store) -> None:
@@ -100,6 +109,7 @@ class Watchdog:
                     self.remove(control)
                     on_failure(failure)
                 elif self._ends and not self._stopped(_GRACE):
+                    self._last_words(store, failure)
                     os._exit(failure.exit_code)
                 else:
                     return

@@ -1,7 +1,6 @@
 """Those who join a running loop and mean no good, or are broken: strangers, and some who know the token.
 
-Each attack is a function of the loop; it returns when it has done its worst, and checks what it was told. What it keeps
-open it leaves in `KEPT`.
+Each attack is a function of the loop: it does its worst, and checks what it is told. What it leaves open is in `KEPT`.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from tests.transport.gate_harness import connected, ends, framed, greeted
 __all__ = ["ATTACKS", "KEPT"]
 
 Attack = Callable[[RunningLoop], None]
-ATTACKS: list[Any] = []
+ATTACKS: dict[str, Attack] = {}  # by what they do
 KEPT: list[socket.socket] = []  # closed by the test at its end
 CROWD = 1000
 NOT_LET_IN = "the token is not this gate's"
 
 
 def attack(function: Attack) -> Attack:
-    ATTACKS.append(pytest.param(function, id=function.__name__.replace("_", " ")))
+    ATTACKS[function.__name__.replace("_", " ")] = function
     return function
 
 
@@ -58,7 +57,7 @@ def attacks(*kinds: Any, name: str) -> Callable[[Callable[..., None]], Callable[
             def run(loop: RunningLoop, given: Any = given) -> None:
                 function(loop, *given)
 
-            ATTACKS.append(pytest.param(run, id=f"{name}: {called}"))
+            ATTACKS[f"{name}: {called}"] = run
         return function
 
     return make
