@@ -42,6 +42,10 @@ def described(
         document = {key: value for key, value in given.layout.items() if key != "model"}
         note = {"layout": document, "model": given.model_text()}
         return Described(of_note(note, str(document["name"])), note)
+    if not isinstance(given, (str, Path)):
+        raise DocumentError(
+            f"a layout is a document's path or a Layout, not {type(given).__name__}: {given!r:.60}"
+        )
     loaded = read_layout_document(Path(given))
     path = model_path(loaded, model) or fallback
     if path is None:

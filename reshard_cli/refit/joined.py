@@ -253,7 +253,7 @@ class Joined:
         other = jobs.source.name if end is not None else jobs.destination.name
         return JoinedSession(number, other, control, pair)
 
-    def _failed(self, control: Control, pair: Pair | None, error: Exception) -> ReshardError:
+    def _failed(self, control: Control, pair: Pair | None, error: BaseException) -> ReshardError:
         """Settle who was first to fail, tell the session's other ranks, and let go of its connections."""
         told = error if isinstance(error, ReshardError) else wrapped(control, error, control.rank)
         with contextlib.suppress(RuntimeError, TransferError):

@@ -110,6 +110,9 @@ class JoinedDestination(Joined):
             return version
         except Exception as error:
             raise self._failed(session.control, session.pair, error) from error
+        except BaseException as error:  # an interrupt: nobody waits for this rank
+            self._failed(session.control, session.pair, error)
+            raise
 
     def _next(self, session: JoinedSession) -> int | None:
         """Return the source's next version, the same on all ranks of the job; None where it, or this job, ends."""
@@ -174,6 +177,7 @@ class JoinedDestination(Joined):
             store = session.control.store
             assert isinstance(store, Prefixed)
             with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+                session.control.phase("closed its session")
                 gone = self.gate.ask(op="add", key=f"{store.prefix}leaving", amount=1)["value"]
                 if gone == self.member.size:
                     left = Failure(session.control.rank, LEFT, f"{self.own.layout.name} left", None)

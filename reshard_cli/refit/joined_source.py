@@ -27,7 +27,9 @@ from reshard_cli.refit.joined import (
 )
 from reshard_cli.refit.pair import Iteration
 from reshard_cli.refit.prepare import Jobs, RefitOptions
+from reshard_cli.transport.control import Control
 from reshard_cli.transport.gate_client import GateProcess, StopAskedError, open_gate
+from reshard_cli.transport.store import Prefixed
 
 __all__ = ["JoinedSource", "RefitOfJob"]
 
@@ -147,6 +149,10 @@ class JoinedSource(Joined):
                 self._note(str(told))
                 return None
             return RefitOfJob(name, version, session is not None and session.pair.applied, error=told)
+        except BaseException as error:  # an interrupt: nobody waits for this rank
+            if session is not None:
+                self._failed(session.control, session.pair, error)
+            raise
 
     def _admitted(self, number: int, about: dict[str, Any]) -> JoinedSession:
         layout = self._layout_of(about["name"], about["digest"], about["note"])
@@ -181,11 +187,15 @@ class JoinedSource(Joined):
         if "error" in told:
             raise TransferError(told["error"])
         if told["version"] != version:
-            raise TransferError(
+            other = TransferError(
                 f"{self.own.layout.name} {self.member.rank} is at version {version}, rank 0 at {told['version']}: "
                 f"all ranks refit in the same order",
                 self.member.rank,
             )
+            for number in told["sessions"]:  # whose other ranks would wait for this one
+                store = Prefixed(self.gate, f"session/{number}/")
+                Control(store, self.member.rank, self.member.size, self.options.timeout).fail(other)
+            raise other
         return list(told["sessions"])
 
     def _first_has_ended(self) -> bool:
@@ -267,6 +277,7 @@ class JoinedSource(Joined):
             return
         with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
             for session in self.sessions.values():
+                session.control.phase("closed its session")
                 if self.member.rank == 0:
                     session.control.store.set(f"turn/{session.turns + 1}", json.dumps(None))
             if self.member.rank == 0:

@@ -12,12 +12,14 @@ The destination does the same with `role="destination"`, and its `refit()` retur
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from reshard_cli.refit.failing import wrapped
 from reshard_cli.refit.joined import Membership
 from reshard_cli.refit.joined_destination import JoinedDestination
 from reshard_cli.refit.joined_source import JoinedSource, RefitOfJob
-from reshard_cli.refit.prepare import RefitOptions, check_timeout, check_token
+from reshard_cli.refit.prepare import RefitOptions, check_timeout, check_token, parse_domain
 from reshard_cli.transport.gate_client import parse_address
 from reshard_cli.weights.live import Bindable, Hooks, LiveTensors
 from reshard_cli.weights.live_layout import Layout
@@ -75,8 +77,17 @@ def join(
     """
     if role not in ("source", "destination"):
         raise DocumentError(f"role: {role!r} is neither 'source' nor 'destination'")
+    for name, value, choices in (
+        ("mode", mode, get_args(Mode)),
+        ("backend", backend, ("auto", "nccl", "gloo")),
+    ):
+        if value not in choices:
+            raise DocumentError(f"{name}: {value!r} is none of {', '.join(choices)}")
     check_token(token, "token")
     check_timeout(timeout, "timeout")
+    parse_domain(domain, "domain")
+    if not isinstance(staging, int) or staging < 1:
+        raise DocumentError(f"staging: {staging!r} is not a number of bytes, as {512 << 20}, the default")
     own_rank, size, local_rank = place_in_job(rank, world_size)
     options = RefitOptions(
         source=Path(), destination=Path(), mode=mode, verify=verify, staging=staging, timeout=timeout,
@@ -87,7 +98,9 @@ def join(
         role, identity_of_job(job), own_rank, size, local_rank, parse_address(rendezvous, "rendezvous"), token
     )
     train = None if source is None else described(source, path)
-    several = isinstance(destination, Sequence) and not isinstance(destination, str)
+    several = isinstance(destination, (list, tuple))
+    if several and not destination:
+        raise DocumentError("destination: an empty list lets nobody in; None lets in whoever knows the token")
     given: Sequence[Any] = destination if several else [destination]  # type: ignore[assignment]
     infer = None if destination is None else [described(one, path) for one in given]
     if role == "source":
@@ -107,13 +120,22 @@ def place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int, in
     if rank is None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif rank is None and "RANK" in environment:
-        rank, world_size = int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1"))
+        rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     elif rank is None:
         rank, world_size = 0, world_size or 1
-    if world_size is None or not 0 <= rank < world_size:
-        raise DocumentError(f"rank {rank} of {world_size}: give both, rank from 0 to world_size - 1")
+    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise DocumentError(f"rank {rank!r} of {world_size!r}: give both, rank from 0 to world_size - 1")
     gpus = torch.cuda.device_count()
-    return rank, world_size, int(environment.get("LOCAL_RANK", rank % gpus if gpus else 0))
+    if "LOCAL_RANK" in environment:
+        return rank, world_size, _number("LOCAL_RANK")
+    return rank, world_size, rank % gpus if gpus else 0
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name)
+    if text is None or not text.isdecimal():
+        raise DocumentError(f"environment: {name} is {text!r}, not a whole number as torchrun sets it")
+    return int(text)
 
 
 def identity_of_job(job: str | None = None) -> str:
@@ -194,6 +216,9 @@ class Session:
         self._source, self._destination = source, destination
         self._hooks: Hooks = Hooks()
         self._running: Handle | None = None
+        self._turn = threading.Lock()
+        self._owner: int | None = None  # the thread that is in a refit
+        self._closed = False
 
     @classmethod
     def of_source(
@@ -260,8 +285,45 @@ class Session:
         None: the source has closed. Raises TransferError where a rank was lost, with its name: a source may
         go on, and the job that failed may join again; a destination has to join again.
         """
+        version = self._asked("refit", version)
         self._settle()
         return self._refit(version)
+
+    def _asked(self, what: str, version: int | None) -> int | None:
+        """Return the version to refit. Raises DocumentError where this session cannot, whatever the other side does."""
+        self._check_free(what)
+        if self._closed:
+            raise DocumentError(f"{what}: this session is closed; join again")
+        if self._source is None:
+            if version is not None:
+                raise DocumentError("version: the source says which one comes; leave it out on a destination")
+            return None
+        try:
+            if version is None or isinstance(version, bool):
+                raise TypeError
+            return operator.index(version)
+        except TypeError:
+            raise DocumentError(
+                f"version: the source has to say which version it sends, a whole number, not {version!r}"
+            ) from None
+
+    def _check_free(self, what: str) -> None:
+        if self._owner == threading.get_ident():
+            raise DocumentError(
+                f"{what}: called by a hook of the refit that runs; call it when that has returned"
+            )
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Keep other threads out: a rank takes part in one refit at a time, in the order of all ranks."""
+        if not self._turn.acquire(blocking=False):
+            raise DocumentError(f"{what}: another thread is in a refit of this session; wait for it")
+        try:
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            self._owner = None
+            self._turn.release()
 
     def _settle(self) -> None:
         """Come to the end of a refit that runs. Raises its error where nobody has asked its handle."""
@@ -270,12 +332,12 @@ class Session:
             running.settle()
 
     def _refit(self, version: int | None, released: Callable[[], None] = lambda: None) -> int | None:
-        if self._destination is not None:
-            return self._destination.refit()
-        if version is None:
-            raise DocumentError("version: the source has to say which version it sends")
-        assert self._source is not None
-        done = self._source.refit(version, released=released)
+        with self._alone("refit"):
+            if self._destination is not None:
+                return self._destination.refit()
+            assert self._source is not None
+            assert version is not None
+            done = self._source.refit(version, released=released)
         if any(one.error is not None for one in done):
             raise _failure(done)
         return version
@@ -290,6 +352,7 @@ class Session:
         needs `double_buffer`, so that it can go on with the old version; its `before` hook says when it cannot.
         A source's tensors are looked up by the caller's thread; a destination's hooks are called by another one.
         """
+        version = self._asked("refit_async", version)
         self._settle()
         if self._destination is not None:
             if not self._destination.options.double_buffer:
@@ -316,12 +379,15 @@ class Session:
 
     def close(self) -> None:
         """Leave in good order. The other side's ranks see it, and do not wait."""
+        self._check_free("close")
         try:
             self._settle()
         finally:
-            for joined in (self._source, self._destination):
-                if joined is not None:
-                    joined.close()
+            with self._alone("close"):
+                self._closed = True
+                for joined in (self._source, self._destination):
+                    if joined is not None:
+                        joined.close()
 
     def __enter__(self) -> Session:
         """Leave in good order at the end of the block; after an exception, tell the other ranks of it."""
@@ -339,6 +405,7 @@ class Session:
                 self._settle()
             except ReshardError as late:
                 error.add_note(f"and the refit that ran beside it failed: {late}")
+        self._closed = True
         member = joined.member
         name = f"{joined.own.layout.name} {member.rank}"
         joined.abandon(error if isinstance(error, ReshardError) else wrapped(None, error, member.rank, name))

@@ -89,25 +89,27 @@ class Jobs:
         return f"rank {rank} ({', '.join(parts)})"
 
 
-def parse_domain(text: str | None) -> int | None:
+def parse_domain(text: str | None, flag: str = "--domain") -> int | None:
     """Return the number of `--domain`, None for `auto` or no flag. Raises DocumentError."""
     if text is None or text == "auto":
         return None
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise DocumentError(f"--domain: {text!r} is neither a number of ranks nor 'auto'")
+    if not re.fullmatch(r"[1-9]\d{0,8}", str(text)):
+        raise DocumentError(f"{flag}: {text!r} is neither a number of ranks nor 'auto'")
     return int(text)
 
 
 def check_timeout(seconds: float, flag: str) -> None:
     """Refuse a timeout that no transport can wait for. Raises DocumentError."""
-    if not 0 < seconds <= _LONGEST_TIMEOUT:
+    if not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST_TIMEOUT:
         raise DocumentError(
-            f"{flag}: {seconds:g} is not a number of seconds, more than 0 and at most {_LONGEST_TIMEOUT:,.0f}"
+            f"{flag}: {seconds!r} is not a number of seconds, more than 0 and at most {_LONGEST_TIMEOUT:,.0f}"
         )
 
 
 def check_token(token: str, flag: str) -> None:
     """Refuse a secret of which no proof can be made. Raises DocumentError."""
+    if not isinstance(token, str):
+        raise DocumentError(f"{flag}: the secret is a text, not {type(token).__name__}")
     if not token:
         raise DocumentError(f"{flag}: jobs that join need a shared secret, which is not empty")
     try:

@@ -71,7 +71,7 @@ class JobAtGate:
 
 def parse_address(text: str, flag: str = "--join") -> Address:
     """Return the address of `HOST:PORT` or `tcp://HOST:PORT`. Raises DocumentError."""
-    host, _, port = text.strip().removeprefix("tcp://").rpartition(":")
+    host, _, port = str(text).strip().removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     number = int(port) if port.isdecimal() and len(port) <= 5 else 0
     if not _is_host(host) or not 0 < number < 65536:
@@ -174,6 +174,7 @@ class GateStore:
         self._address, self._token = address, token
         self._answer = min(_ANSWER, max(timeout, 1.0))
         self._lock = threading.Lock()
+        self._lost = ""  # why the connection is of no use any more
         self._for_groups: _GroupStore | None = None
         deadline = time.monotonic() + timeout
         while True:
@@ -225,9 +226,12 @@ class GateStore:
                 self._socket.settimeout(seconds + self._answer)
                 send_frame(self._socket, frame)
                 answer = receive_frame(self._socket)
-            except (OSError, ValueError) as error:
+            except BaseException as error:
                 self._socket.close()  # a late answer would be taken for the next one's
-                raise TransferError(f"lost the source's gate at {self._address}: {error}") from error
+                self._lost = self._lost or f"{error or type(error).__name__}"
+                if not isinstance(error, OSError | ValueError):
+                    raise  # an interrupt: the gate tells the others that this rank is gone
+                raise TransferError(f"lost the source's gate at {self._address}: {self._lost}") from error
         if "error" in answer:
             raise TransferError(f"the gate at {self._address}: {answer['error']}")
         return answer
