@@ -72,7 +72,8 @@ class JobAtGate:
 def parse_address(text: str, flag: str = "--join") -> Address:
     """Return the address of `HOST:PORT` or `tcp://HOST:PORT`. Raises DocumentError."""
     host, _, port = str(text).strip().removeprefix("tcp://").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     number = int(port) if port.isdecimal() and len(port) <= 5 else 0
     if not _is_host(host) or not 0 < number < 65536:
         raise DocumentError(f"{flag}: {text!r} is not HOST:PORT, as 10.0.0.1:29600")

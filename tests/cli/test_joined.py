@@ -8,7 +8,9 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,117 @@ def test_flags_of_joining_alone_are_refused(jobs):
     code, _, err = ended(process)
     assert code == 2
     assert "--token-file" in err
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the ranks of a job that this launcher has started and that wait for the other one."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(one) for one in children if SIGTERM_IS_TAKEN & _taken_signals(int(one))]
+
+
+SIGTERM_IS_TAKEN = 1 << (signal.SIGTERM - 1)
+
+
+def _taken_signals(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("SigCgt")), 16)
+
+
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [("source", signal.SIGTERM), ("destination", signal.SIGINT)],
+    ids=["source", "destination"],
+)
+def test_a_job_that_waits_for_the_other_one_ends_when_it_is_asked(jobs, role, number):
+    port = free_port()
+    process = start(jobs, port, role, "--timeout", 600)
+    wait_for(lambda: len(ranks_of(process)) == 2 and (role == "destination" or listening(port)))
+    os.killpg(process.pid, number)
+    assert ended(process) == (0, "", "")
+    assert not listening(port)
+
+
+def test_a_destination_ends_when_it_is_asked_though_the_next_version_is_always_there(jobs):
+    port = free_port()
+    lines = jobs / "lines"
+    source = start(jobs, port, "source", "--iterations", 1_000_000)
+    destination = start(jobs, port, "destination", "--lines", lines)
+    wait_for(lines.exists)
+    os.killpg(destination.pid, signal.SIGTERM)
+    assert ended(destination)[0] == 0
+    assert source.poll() is None
+    os.killpg(source.pid, signal.SIGTERM)
+    code, _, err = ended(source)
+    assert code == 0, err
+    assert "infer left" in err
+
+
+def test_a_job_whose_ranks_are_all_stuck_says_why_it_ends(jobs):
+    """Its source is killed while its engine does not come back from a hook."""
+    (jobs / "stuck_engine.py").write_text(
+        "import time, torch\n"
+        "class Engine:\n"
+        "    tensors = {'a.weight': torch.zeros(64, 24), 'scalar': torch.zeros(()),\n"
+        "               'b.weight': torch.zeros(7, 5, dtype=torch.bfloat16)}\n"
+        "    def before(self, version):\n"
+        f"        open({str(jobs / 'mark')!r}, 'w').close()\n"
+        "        time.sleep(600)\n"
+        "def make():\n"
+        "    return Engine()\n"
+    )
+    infer = {"name": "infer", "model": "model.yaml", "ranks": 2, "domain": 2, "meshes": {"m": {"tp": 2}}}
+    rules = [{"match": "a.weight", "place": {"tp": "shard(1)"}}, {"match": "*", "place": {}}]
+    write_yaml(jobs / "infer.yaml", {**infer, "tensors": rules})
+    port = free_port()
+    source = start(jobs, port, "source")
+    common = ("--join", f"127.0.0.1:{port}", "--role", "destination", "--token-file", jobs / "token")
+    destination = start_cli(
+        "refit", jobs / "train.yaml", jobs / "infer.yaml", *common, "--to", "live:stuck_engine:make",
+        environment={"PYTHONPATH": os.pathsep.join([str(jobs), *sys.path])},
+    )  # fmt: skip
+    wait_for((jobs / "mark").exists)
+    end_group(source)
+    code, _, err = ended(destination)
+    assert code == 4
+    assert len(re.findall("^error: .*train [01]\\) is not running any more", err, re.M)) == 1, err
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "told"),
+    [
+        ("destination", ("--rejoin",), "--rejoin: is for the source job; leave it out on the destination"),
+        ("destination", ("--from", "checkpoint"), "--from: is for the source job"),
+        ("destination", ("--watch", "."), "--watch: is for the source job"),
+        ("destination", ("--also", "other.yaml"), "--also: is for the source job"),
+        ("source", ("--to", "served"), "--to: is for the destination job; leave it out on the source"),
+        ("source", ("--double-buffer",), "--double-buffer: is for the destination job"),
+        ("source", ("--timeout", "nan"), "--timeout: nan is not a number of seconds, more than 0"),
+        ("source", ("--timeout", "1e30"), "--timeout: 1e+30 is not"),
+        ("source", ("--token", ""), "--token: jobs that join need a shared secret, which is not empty"),
+        ("source", ("--token-file", "nothing"), "--token-file: nothing cannot be read: No such file"),
+        ("source", ("--token-file", "empty"), "empty is empty; both jobs need the same secret in it"),
+        ("source", ("--token-file", "binary"), "binary is no text (UTF-8)"),
+        ("source", ("--token-file", "/dev/zero"), "--token-file: /dev/zero is longer than 4096 bytes"),
+        ("destination", ("--to", "live:nothing.at.all:make"), "--to: nothing.at.all: cannot be imported"),
+        ("destination", ("--to", "/nothing/at/all"), "/nothing/at"),
+        ("source", ("--join", "http://127.0.0.1:1"), "--join: 'http://127.0.0.1:1' is not HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_on_one_side_alone_is_told_before_it_joins(jobs, role, flags, told):
+    (jobs / "empty").write_text("\n")
+    (jobs / "binary").write_bytes(bytes(range(256)))
+    given = [jobs / one if one in ("empty", "binary") else one for one in flags]
+    documents = (jobs / "train.yaml", jobs / "infer.yaml")
+    token = () if any(str(one).startswith("--token") for one in flags) else ("--token-file", jobs / "token")
+    join = () if "--join" in flags else ("--join", "127.0.0.1:9")
+    code, _, err = ended(start_cli("refit", *documents, *join, "--role", role, *token, *given))
+    assert code == 2
+    assert told in err
+    assert len(err.splitlines()) == 1

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from reshard_cli.errors import TransferError
+from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.transport.control import Failure
 from reshard_cli.transport.frames import GREETING_LIMIT, receive_frame, send_frame
 from reshard_cli.transport.gate_client import Address, GateStore, open_gate, parse_address
@@ -298,6 +298,43 @@ def test_the_address_may_be_a_name_or_ipv6(host: str) -> None:
         assert process.child.returncode == 0
     finally:
         process.end()
+
+
+@pytest.mark.parametrize("token", ["two\nlines\r\n", "Schlüssel 🔑", " ", "x" * 4096])
+def test_any_text_can_be_the_secret(token: str) -> None:
+    address = Address("127.0.0.1", free_port())
+    process = open_gate(address, token)
+    try:
+        GateStore(address, token, 20).leave()
+    finally:
+        process.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.1:29600", Address("10.0.0.1", 29600)),
+        ("tcp://trainer-0.jobs.svc:1", Address("trainer-0.jobs.svc", 1)),
+        ("[fe80::1%eth0]:65535", Address("fe80::1%eth0", 65535)),
+        ("::1:29600", Address("::1", 29600)),
+        (" localhost:29600\n", Address("localhost", 29600)),
+        ("host_with_line:29600", Address("host_with_line", 29600)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", ":", "host", "host:", ":29600", "host:0", "host:65536", "host:-1", "host:1e3", "host:" + "9" * 5000,
+        "http://host:1", "tcp://host:1/", "a..b:1", "a" * 70 + ":1", "a b:1", "user@host:1", "a:b:1", "[host:1",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_before_anybody_waits_for_it(text: str) -> None:
+    with pytest.raises(DocumentError, match="is not HOST:PORT, as"):
+        parse_address(text)
 
 
 def test_the_address_is_free_as_soon_as_the_source_has_ended_though_others_read_on() -> None:
