@@ -140,6 +140,8 @@ def refit(
 
     if watch is not None and origin != "synthetic":
         raise DocumentError("--watch: its folders are the sources; leave --from out")
+    if watch is not None and watch.exists() and not watch.is_dir():
+        raise DocumentError(f"--watch: {watch} is no folder")
     endless = watch is not None or (join is not None and role == RoleName.destination)
     options = RefitOptions(
         source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,

@@ -46,6 +46,10 @@ class Telling:
             raise DocumentError(
                 "--metrics: is replaced after each refit, so it has to be a file; --lines takes -"
             )
+        if self.metrics is not None and self.metrics.exists() and not self.metrics.is_file():
+            raise DocumentError(
+                f"--metrics: {self.metrics} is replaced after each refit, so it has to be a regular file"
+            )
         check_files({
             "--lines": self.lines, "--metrics": metrics, "--json": self.json_file, "--html": self.html_file,
         })  # fmt: skip
@@ -73,10 +77,10 @@ class Telling:
     def _line(self, text: str) -> None:
         if self.lines is None:
             return
-        if self.lines == "-":
-            print(text, flush=True)
-            return
         try:
+            if self.lines == "-":
+                print(text, flush=True)
+                return
             with Path(self.lines).open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
         except OSError as error:

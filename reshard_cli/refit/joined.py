@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from reshard_cli import __version__
-from reshard_cli.errors import PeerLostError, ReshardError, TransferError, printable
+from reshard_cli.errors import DocumentError, PeerLostError, ReshardError, TransferError, printable
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.build import PLAN_VERSION, build_plan
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
@@ -230,6 +230,22 @@ class Joined:
         """Tell the job's other ranks of a failure that ends this one."""
         with contextlib.suppress(TransferError, AttributeError):
             self.job.fail(error)
+
+    def tell(self, error: ReshardError) -> None:
+        """Tell every rank of both jobs of a failure that ends this one."""
+        self.fail(error)
+        if (
+            error.exit_code == DocumentError.exit_code
+        ):  # this job's own affair, that the other one cannot mend
+            rank = self.member.rank
+            error = TransferError(f"{self.job.name_of(rank)} ended: {error}", rank)
+        for control in self._controls():
+            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
+                control.fail(error)
+
+    def _controls(self) -> list[Control]:
+        """Return the control planes with the other job's ranks."""
+        raise NotImplementedError
 
     def _session(
         self, number: int, rank: int, jobs: Jobs, source: SourceEnd | None,

@@ -22,7 +22,7 @@ from reshard_cli.refit.joined import (
     facts_of,
 )
 from reshard_cli.refit.prepare import Jobs, RefitOptions
-from reshard_cli.transport.control import Failure
+from reshard_cli.transport.control import Control, Failure
 from reshard_cli.transport.gate_client import JobAtGate
 from reshard_cli.transport.store import Prefixed
 
@@ -190,13 +190,14 @@ class JoinedDestination(Joined):
         """Go, and tell everybody that this rank failed."""
         if self.closed:
             return
-        self.fail(error)
+        self.tell(error)
         if self.session is not None:
-            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
-                self.session.control.fail(error)
             self._drop(self.session.control, self.session.pair)
             self.session = None
         self._leave()
+
+    def _controls(self) -> list[Control]:
+        return [] if self.session is None else [self.session.control]
 
     def _leave(self) -> None:
         self.closed = True

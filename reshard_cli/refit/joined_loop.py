@@ -113,7 +113,7 @@ def run_joined(
     for one in undo:
         one()
     if joined is not None:
-        joined.fail(told)
+        joined.tell(told)
     sys.stderr.flush()
     os._exit(told.exit_code)  # no teardown: groups may have work in flight, and would abort the process
 

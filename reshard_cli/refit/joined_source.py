@@ -291,13 +291,14 @@ class JoinedSource(Joined):
         """Go, and tell everybody that this rank failed."""
         if self.closed:
             return
-        self.fail(error)
+        self.tell(error)
         for session in self.sessions.values():
-            with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
-                session.control.fail(error)
             session.pair.close()
         self.sessions.clear()
         self._leave()
+
+    def _controls(self) -> list[Control]:
+        return [session.control for session in self.sessions.values()]
 
     def _leave(self) -> None:
         self.closed = True

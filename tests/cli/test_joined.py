@@ -252,6 +252,21 @@ def test_a_job_whose_ranks_are_all_stuck_says_why_it_ends(jobs):
     assert len(re.findall("^error: .*train [01]\\) is not running any more", err, re.M)) == 1, err
 
 
+@pytest.mark.parametrize("guilty", ["source", "destination"])
+def test_what_ends_one_job_in_mid_loop_is_told_to_the_other_one_with_the_name_of_its_rank(jobs, guilty):
+    port = free_port()
+    flags = {guilty: ("--lines", "/dev/full")}
+    roles = ("source", "destination")
+    processes = {role: start(jobs, port, role, "--iterations", 1000, *flags.get(role, ())) for role in roles}
+    results = {role: ended(process) for role, process in processes.items()}
+    assert [results[role][0] for role in roles] == [2 if role == guilty else 4 for role in roles], results
+    name = {"source": "train 0", "destination": "infer 0"}[guilty]
+    why = "--lines: /dev/full cannot be written: No space left on device"
+    for role, (_, _, err) in results.items():
+        assert len(re.findall("^error: ", err, re.M)) == 1, err
+        assert (why if role == guilty else f"{name} ended: {why}") in err
+
+
 @pytest.mark.parametrize(
     ("role", "flags", "told"),
     [
@@ -261,6 +276,12 @@ def test_a_job_whose_ranks_are_all_stuck_says_why_it_ends(jobs):
         ("destination", ("--also", "other.yaml"), "--also: is for the source job"),
         ("source", ("--to", "served"), "--to: is for the destination job; leave it out on the source"),
         ("source", ("--double-buffer",), "--double-buffer: is for the destination job"),
+        ("source", ("--watch", "model.yaml"), "model.yaml is no folder"),
+        (
+            "source",
+            ("--metrics", "/dev/null"),
+            "--metrics: /dev/null is replaced after each refit, so it has to be",
+        ),
         ("source", ("--timeout", "nan"), "--timeout: nan is not a number of seconds, more than 0"),
         ("source", ("--timeout", "1e30"), "--timeout: 1e+30 is not"),
         ("source", ("--token", ""), "--token: jobs that join need a shared secret, which is not empty"),
@@ -276,7 +297,7 @@ def test_a_job_whose_ranks_are_all_stuck_says_why_it_ends(jobs):
 def test_what_is_wrong_on_one_side_alone_is_told_before_it_joins(jobs, role, flags, told):
     (jobs / "empty").write_text("\n")
     (jobs / "binary").write_bytes(bytes(range(256)))
-    given = [jobs / one if one in ("empty", "binary") else one for one in flags]
+    given = [jobs / one if one in ("empty", "binary", "model.yaml") else one for one in flags]
     documents = (jobs / "train.yaml", jobs / "infer.yaml")
     token = () if any(str(one).startswith("--token") for one in flags) else ("--token-file", jobs / "token")
     join = () if "--join" in flags else ("--join", "127.0.0.1:9")
