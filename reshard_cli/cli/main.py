@@ -140,8 +140,12 @@ def refit(
 
     if watch is not None and origin != "synthetic":
         raise DocumentError("--watch: its folders are the sources; leave --from out")
-    if watch is not None and watch.exists() and not watch.is_dir():
-        raise DocumentError(f"--watch: {watch} is no folder")
+    if watch is not None and not watch.is_dir():
+        if watch.exists():
+            raise DocumentError(f"--watch: {watch} is no folder")
+        # it may be made later; but a slip of the pen is waited for in vain
+        if os.environ.get("RANK", "0") == "0":
+            print(f"--watch: {watch} is not there yet; waiting for it", file=sys.stderr, flush=True)
     endless = watch is not None or (join is not None and role == RoleName.destination)
     options = RefitOptions(
         source=source, destination=destination, model=model, mode=mode.value, origin=origin, target=target,
