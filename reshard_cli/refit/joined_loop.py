@@ -145,7 +145,7 @@ class _SourceLoop:
                 self._trainer.step()
             done += 1
             began = time.perf_counter()
-            results = self.joined.refit(self._turn.version)
+            results = self.joined.refit(self._turn.version, rejoin=self._run.rejoin)
             seconds = time.perf_counter() - began
             for one in results:
                 if self._first:

@@ -15,6 +15,7 @@ from reshard_cli.refit.documents import Described, of_note
 from reshard_cli.refit.ends import SourceEnd
 from reshard_cli.refit.failing import wrapped
 from reshard_cli.refit.joined import (
+    LEFT,
     SLICE,
     SOURCE_FAILURE,
     JobLeftError,
@@ -101,16 +102,18 @@ class JoinedSource(Joined):
         self.watchdog.start()
 
     def refit(
-        self, version: int, *, wait: float | None = None, released: Callable[[], None] = lambda: None
-    ) -> list[RefitOfJob]:
+        self, version: int, *, wait: float | None = None, released: Callable[[], None] = lambda: None,
+        rejoin: bool = True,
+    ) -> list[RefitOfJob]:  # fmt: skip
         """Refit every destination job that is there; return what it was to each of them.
 
         Rank 0 waits up to `wait` seconds (default: the timeout) for a first job. Raises TransferError where none
         comes; returns at once where this process is asked to end meanwhile.
         A job that fails does not keep the others from theirs; it is let go, and may come in again.
-        `released` is called when the source's tensors are not read any more.
+        `released` is called when the source's tensors are not read any more. `rejoin`: a job that failed since the
+        last refit is waited for like a first one; else its failure is raised.
         """
-        turn = self._agreed_turn(version, self.options.timeout if wait is None else wait)
+        turn = self._agreed_turn(version, self.options.timeout if wait is None else wait, rejoin)
         for number in [one for one in self.sessions if one not in turn]:
             gone = self.sessions.pop(number)
             self._drop(gone.control, gone.pair)
@@ -167,14 +170,14 @@ class JoinedSource(Joined):
             self._layouts[text] = layout
         return layout
 
-    def _agreed_turn(self, version: int, wait: float) -> list[int]:
+    def _agreed_turn(self, version: int, wait: float, rejoin: bool) -> list[int]:
         """Return the sessions of this refit, the same on all source ranks."""
         self._turn += 1
         key = f"turn/{self._turn}"
         self.job.phase(f"beginning version {version}")
         if self.member.rank == 0:
             try:
-                told: dict[str, Any] = {"version": version, "sessions": self._present(wait)}
+                told: dict[str, Any] = {"version": version, "sessions": self._present(wait, rejoin)}
             except TransferError as error:
                 told = {"error": str(error)}
             self.job.store.set(key, json.dumps(told))
@@ -204,13 +207,15 @@ class JoinedSource(Joined):
             self.job.store.set("stop", "1")
         return self.gate.check(["source/ended"])
 
-    def _present(self, wait: float) -> list[int]:
+    def _present(self, wait: float, rejoin: bool) -> list[int]:
         """Return the sessions that go on, and the new ones; wait for a first one."""
         alive, gone = [], []
         for number, session in self.sessions.items():
             failure = session.control.failure()
             if failure is None:
                 alive.append(number)
+            elif failure.exit_code != LEFT and not rejoin:
+                raise TransferError(failure.message, failure.rank)
             else:
                 gone.append(failure.message)
                 self._note(failure.message)

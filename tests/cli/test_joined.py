@@ -265,6 +265,7 @@ def test_what_ends_one_job_in_mid_loop_is_told_to_the_other_one_with_the_name_of
     for role, (_, _, err) in results.items():
         assert len(re.findall("^error: ", err, re.M)) == 1, err
         assert (why if role == guilty else f"{name} ended: {why}") in err
+        assert "no destination job came" not in err  # without --rejoin nobody is waited for
 
 
 @pytest.mark.parametrize(
