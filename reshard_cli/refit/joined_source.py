@@ -71,7 +71,7 @@ class JoinedSource(Joined):
         """
         self._process: GateProcess | None = None
         if member.rank == 0:
-            self._process = open_gate(member.address, member.token)
+            self._process = open_gate(member.address, member.token, options.timeout)
         try:
             super().__init__(member, options, ends_process=ends_process)
         except BaseException:

@@ -127,6 +127,10 @@ class Seam:
         self.arrivals += 1
         if self.arrivals != fault.occasion:
             return
+        self.befall(fault)
+
+    def befall(self, fault: Fault) -> None:
+        """Have the fault happen."""
         (self.case.folder / "fault").write_text(str(time.time()))
         if fault.what == "gate":
             os.kill(int((self.case.folder / "gate").read_text()), signal.SIGKILL)
