@@ -35,9 +35,8 @@ from reshard_cli.transport.frames import (
 __all__ = ["Address", "GateProcess", "GateStore", "JobAtGate", "open_gate", "parse_address"]
 
 _RETRY = 0.1
-_SLICE = (
-    1.0  # seconds of one wait at the gate; longer ones are asked for again, as a cut network says nothing
-)
+_SLICE = 1.0  # seconds of one wait at the gate; longer ones are asked for again: a cut network says nothing
+_TURN = 0.05  # seconds of one wait of torch's process groups, and between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +331,13 @@ class _GroupStore(dist.Store):  # type: ignore[name-defined,misc]
         return self._gate.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
-        lacking = self._gate.wait_keys(keys, [], timeout.total_seconds())
-        if lacking:
-            raise RuntimeError(f"Timed out waiting for {', '.join(lacking[:4])}")
+        deadline = time.monotonic() + timeout.total_seconds()
+        # in short turns: the thread that connects may be left behind, and others ask by the same connection
+        failure = "/".join([*keys[0].split("/", 2)[:2], "failure"])  # of the session that connects
+        while lacking := self._gate.wait_keys(keys, [failure], _TURN):
+            if time.monotonic() > deadline or self._gate.check([failure]):
+                raise RuntimeError(f"Timed out waiting for {', '.join(lacking[:4])}")
+            time.sleep(_TURN)
 
     def delete_key(self, key: str) -> bool:
         return self._gate.delete_key(key)
