@@ -11,7 +11,7 @@ from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 
-__all__ = ["report_failure", "settled", "wrapped"]
+__all__ = ["cut_off", "report_failure", "report_silence", "settled", "wrapped"]
 
 _OUTLAST = 6.0  # seconds that the store's server waits for the others to read the failure
 
@@ -47,6 +47,31 @@ def report_failure(control: Control | None, error: Exception, world: World, *, d
     return told.exit_code
 
 
+def report_silence(control: Control, world: World) -> None:
+    """Tell that the network to the job's store is down, on one rank of this host: no rank can ask the others."""
+    lost = TransferError(
+        f"lost the job's store at {world.host}:{world.port}: no answer for {control.timeout:g} s; is the network down?"
+    )
+    told = cut_off(control, lost, lost)
+    _record_for_torchrun(told)
+    if world.local_rank == 0:
+        print(f"error: {told}", file=sys.stderr, flush=True)
+
+
+def cut_off(control: Control, error: ReshardError, lost: Exception) -> TransferError:
+    """Return the error of a rank that `lost` the store: whom it lost, and what both were doing.
+
+    Nobody can say more: the store is beside rank 0, or reached by the same network.
+    """
+    peer = error.rank if isinstance(error, TransferError) else None
+    first = f"{control.name_of(0)} was heard last at: {control.first_phase}"
+    own = f"{control.name_of(control.rank)} is cut off (last: {control.told()})"
+    more = "" if str(lost) in str(error) else f"; {lost}"
+    if peer is not None and peer != control.rank and control.name_of(peer) not in str(error):
+        own = f"{own} from {control.name_of(peer)}"
+    return TransferError(f"{own}: {error}{more}; {first}", 0 if peer is None else peer)
+
+
 def _record_for_torchrun(error: ReshardError) -> None:
     """Leave the message where torchrun looks for a worker's first error, so that its summary shows it."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -79,8 +104,11 @@ def settled(control: Control, error: ReshardError) -> ReshardError:
     guilty = error.rank
     if silent and guilty not in silent:
         guilty = silent[0]
+    own = control.name_of(control.rank)
     if guilty is None:
-        return error
+        return TransferError(f"{own} (last: {control.told()}): {error}")
     name = control.name_of(guilty)
-    what = "is not running any more, or is stopped" if guilty in silent else "did not do its part"
+    what = "is not running any more, is stopped, or is cut off"
+    if guilty not in silent:  # what it should have sent may have been lost on the way
+        what = f"did not do its part for {own}, or the network between them is down"
     return TransferError(f"{name} {what} (last: {control.phase_of(guilty)}); {error}", guilty)

@@ -23,7 +23,7 @@ from reshard_cli.errors import DocumentError, PeerLostError, ReshardError, Trans
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.plan.build import PLAN_VERSION, build_plan
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
-from reshard_cli.refit.failing import settled, wrapped
+from reshard_cli.refit.failing import cut_off, settled, wrapped
 from reshard_cli.refit.joining import meet
 from reshard_cli.refit.pair import Pair
 from reshard_cli.refit.prepare import Jobs, RefitOptions
@@ -175,9 +175,7 @@ class Joined:
     def _controlled(self, prefix: str, rank: int, num_ranks: int, name_of: Callable[[int], str]) -> Control:
         """Return a control plane under a prefix of the gate's keys, with this rank's will and signs of life."""
         control = Control(Prefixed(self.gate, prefix), rank, num_ranks, self.options.timeout, name_of)
-        lost = Failure(
-            rank, TransferError.exit_code, f"{name_of(rank)} is not running any more (last: {{phase}})", rank
-        )
+        lost = Failure(rank, TransferError.exit_code, f"{name_of(rank)} {{how}} (last: {{phase}})", rank)
         self.gate.will(f"{prefix}failure", lost, f"{prefix}phase/{rank}")
         # a source goes on without a job that failed; its transports' timeouts bring it back
         self.watchdog.add(
@@ -272,12 +270,14 @@ class Joined:
     def _failed(self, control: Control, pair: Pair | None, error: BaseException) -> ReshardError:
         """Settle who was first to fail, tell the session's other ranks, and let go of its connections."""
         told = error if isinstance(error, ReshardError) else wrapped(control, error, control.rank)
-        with contextlib.suppress(RuntimeError, TransferError):
+        try:
             told = settled(control, told)
             control.fail(told)
             failure = control.failure()
             if failure is not None:
                 told = failure.error() if failure.exit_code != LEFT else JobLeftError(failure.message)
+        except (RuntimeError, TransferError) as lost:
+            told = cut_off(control, told, lost)
         self._drop(control, pair)
         return told
 

@@ -75,7 +75,7 @@ class JoinedSource(Joined):
         """
         self._gate_process: GateProcess | None = None
         if member.rank == 0:
-            self._gate_process = open_gate(member.address, member.token)
+            self._gate_process = open_gate(member.address, member.token, options.timeout)
         try:
             super().__init__(member, options, process)
         except BaseException:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from reshard_cli.errors import TransferError
-from reshard_cli.refit.failing import report_failure
+from reshard_cli.refit.failing import report_failure, report_silence
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.launcher import World
 from reshard_cli.transport.store import connect_store
@@ -31,7 +32,12 @@ def run_ranked(world: World, timeout: float, body: Body, *, debug: bool) -> int:
     try:
         store = connect_store(world.host, world.port, timeout, serve=world.serves_store)
         control = Control(store, rank, world.num_ranks, timeout)
-        stop_watching = watch(control, lambda: connect_store(world.host, world.port, timeout), world.launcher)
+        stop_watching = watch(
+            control,
+            lambda: connect_store(world.host, world.port, timeout),
+            world.launcher,
+            partial(report_silence, control, world),
+        )
         close, tell = body(control, undo)
         control.phase("closing")
         control.barrier("end", "closing")

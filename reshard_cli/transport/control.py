@@ -55,6 +55,7 @@ class Control:
         self.timeout = timeout
         self.name_of = name_of
         self._phase = "starting"
+        self.first_phase = "starting"  # what rank 0 was doing when the store was last heard
         self.deciding = False  # between "all is there" and "committed": not to be ended from outside
         self._posted: list[str] = []
         self._read: list[str] = []  # keys that every rank has read once a later gather is complete

@@ -6,6 +6,9 @@ its messages numbers per ordered pair of ranks; gloo matches them by tag, NCCL b
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +26,9 @@ from reshard_cli.transport.nccl import NcclTransport
 from reshard_cli.transport.store import Store
 
 __all__ = ["GlooTransport", "open_m2n", "open_transport"]
+
+_SLACK = 1.0  # seconds beyond the timeout in which gloo itself says what went wrong
+_LOOK = 0.5
 
 
 class _GlooPending:
@@ -48,6 +54,34 @@ def _reason(error: RuntimeError) -> str:
     return text.splitlines()[0]
 
 
+def _within(seconds: float, make: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """Return what `make` does, within so many seconds; call `check` now and then.
+
+    Gloo lets a rank that waits to be connected to wait for five times its timeout: then it is left to do so.
+    """
+    made: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="connecting", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    while thread.is_alive():
+        thread.join(_LOOK)
+        if thread.is_alive():
+            check()
+            if time.monotonic() > deadline:
+                raise RuntimeError("Timed out")
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
 class GlooTransport:
     """Point-to-point over a gloo group of all ranks, made from the store; torch's default group is not used.
 
@@ -55,13 +89,25 @@ class GlooTransport:
     messages of one phase only, and a second group would be as many sockets again, of which half are idle.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float) -> None:
-        """Connect to every rank. Raises PeerLostError where that fails within the timeout."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        timeout: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect to every rank. Raises PeerLostError where that fails within the timeout, or what `check` raises."""
         limit = timedelta(seconds=timeout)
+        groups = store.for_groups("gloo")
         try:
-            self._group: Any = dist.ProcessGroupGloo(store.for_groups("gloo"), rank, num_ranks, limit)
+            self._group: Any = _within(
+                timeout + _SLACK, lambda: dist.ProcessGroupGloo(groups, rank, num_ranks, limit), check
+            )
         except RuntimeError as error:
-            raise PeerLostError(f"connecting the ranks: {_reason(error)}") from error
+            found = re.search(r"remote=\[([^\]]+)\]", str(error))
+            where = f" (at {found[1]})" if found else ""
+            raise PeerLostError(f"connecting to the other ranks{where}: {_reason(error)}") from error
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
@@ -104,11 +150,11 @@ def open_transport(
     """Return the transport of this backend, connected to all ranks; NCCL uses the current CUDA device.
 
     domains: the domain of each rank; without them, all traffic is as between domains. `check` is called now
-    and then while a GPU is waited for: it raises another rank's failure.
+    and then while a GPU, or a connection of gloo's, is waited for: it raises another rank's failure.
     """
     if backend == "nccl":
         return NcclTransport(store, rank, num_ranks, timeout, domains, check)
-    return GlooTransport(store, rank, num_ranks, timeout)
+    return GlooTransport(store, rank, num_ranks, timeout, check)
 
 
 def open_m2n(transport: Transport, device: torch.device, timeout: float, check: Callable[[], None]) -> M2n:

@@ -14,12 +14,26 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ["GREETING_LIMIT", "PROTOCOL", "encoded", "proof", "receive_frame", "send_frame"]
+__all__ = [
+    "GREETING_LIMIT", "PROTOCOL", "encoded", "end_when_silent", "proof", "receive_frame", "send_frame",
+]  # fmt: skip
 
 PROTOCOL = 1
 GREETING_LIMIT = 1024  # bytes of a frame from somebody who has not proven anything yet
 _LIMIT = 1 << 30
 _LENGTH = struct.Struct(">I")
+_PROBE = 1  # seconds without a word after which the other side's kernel is asked, and asked again
+
+
+def end_when_silent(peer: socket.socket, seconds: float) -> None:
+    """Have a connection end when the other side's machine was silent for so long, as a cut network says nothing.
+
+    The kernel answers for a process that is busy, or stopped: what this finds is a network or a host that is down.
+    """
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * max(seconds, _PROBE)))
 
 
 def encoded(value: dict[str, Any]) -> bytes:

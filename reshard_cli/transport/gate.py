@@ -5,7 +5,7 @@ others when one of them is gone: every rank leaves a will, which is carried out 
 goodbye. It knows nothing of weights or plans, and imports nothing but the standard library, so that it starts at
 once and a crowd of strangers costs the trainer no time. It ends with its parent, after the others were told.
 
-`python -m reshard_cli.transport.gate LISTENING_FD PARENT_PID`, with the token on standard input.
+`python -m reshard_cli.transport.gate LISTENING_FD PARENT_PID TIMEOUT`, with the token on standard input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard_cli.transport.frames import GREETING_LIMIT, PROTOCOL, encoded, proof
+from reshard_cli.transport.frames import GREETING_LIMIT, PROTOCOL, encoded, end_when_silent, proof
 
 __all__ = ["Gate", "main"]
 
@@ -69,13 +69,15 @@ class _Peer:
     wills: dict[str, Frame] = field(default_factory=dict)
     job: _Job | None = None
     left: bool = False
+    cut_off: bool = False
 
 
 class Gate:
     """The values, the jobs and the connections."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, timeout: float) -> None:
+        """`timeout`: the seconds of silence after which the network to a rank, or its host, is taken to be down."""
+        self._token, self._timeout = token, timeout
         self._values: dict[str, str] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._strangers: OrderedDict[int, asyncio.StreamWriter] = OrderedDict()
@@ -110,14 +112,16 @@ class Gate:
                 return
             self._strangers.pop(number, None)
             self._peers.add(number)
+            end_when_silent(writer.get_extra_info("socket"), self._timeout)
             reading = asyncio.ensure_future(_read(reader, _MOST_OF_A_FRAME))
             while not peer.left:
                 frame = await reading
                 reading = asyncio.ensure_future(_read(reader, _MOST_OF_A_FRAME))
                 writer.write(encoded(await self._answered(peer, frame, reading)))
                 await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError, RecursionError):
-            pass  # a stranger without manners, or a peer that is gone: its will says the rest
+        except (OSError, asyncio.IncompleteReadError, ValueError, RecursionError) as error:
+            # a stranger without manners, or a peer that is gone: its will says the rest
+            peer.cut_off = isinstance(error, OSError) and not isinstance(error, ConnectionError)
         finally:
             self._strangers.pop(number, None)
             self._peers.discard(number)
@@ -194,7 +198,8 @@ class Gate:
         for key, will in peer.wills.items():
             phase = self._values.get(str(will.get("phase_key")), "starting")
             failure = dict(will["failure"])
-            failure["message"] = str(failure["message"]).replace("{phase}", phase)
+            how = "is cut off from the gate" if peer.cut_off else "is not running any more"
+            failure["message"] = str(failure["message"]).replace("{how}", how).replace("{phase}", phase)
             if key not in self._values:
                 self._put(key, json.dumps(failure))
         if peer.job is not None:
@@ -372,8 +377,8 @@ async def _read(reader: asyncio.StreamReader, limit: int) -> Frame:
     return value
 
 
-async def _run(listener: socket.socket, parent: int, token: str) -> None:
-    gate = Gate(token)
+async def _run(listener: socket.socket, parent: int, timeout: float, token: str) -> None:
+    gate = Gate(token, timeout)
     server = await asyncio.start_server(gate.serve, sock=listener, backlog=1024)
     deadline: float | None = None
     while deadline is None or (time.monotonic() < deadline and gate.crowd):
@@ -394,7 +399,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    asyncio.run(_run(listener, int(sys.argv[2]), token))
+    asyncio.run(_run(listener, int(sys.argv[2]), float(sys.argv[3]), token))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The source's first rank opens the gate; everybody, itself included, connects to 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -24,7 +25,14 @@ import torch.distributed as dist
 
 from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.transport.control import Failure
-from reshard_cli.transport.frames import GREETING_LIMIT, PROTOCOL, proof, receive_frame, send_frame
+from reshard_cli.transport.frames import (
+    GREETING_LIMIT,
+    PROTOCOL,
+    end_when_silent,
+    proof,
+    receive_frame,
+    send_frame,
+)
 
 __all__ = [
     "Address",
@@ -37,8 +45,8 @@ __all__ = [
 ]
 
 _RETRY = 0.1
-_ANSWER = 20.0  # seconds at most for an answer of the gate beyond what was asked to be waited for
-_SLICE = 30.0  # seconds of one wait at the gate; longer ones are asked for again
+_SLICE = 1.0  # seconds of one wait at the gate; longer ones are asked for again: a cut network says nothing
+_TURN = 0.05  # seconds of one wait of torch's process groups, and between two
 
 
 class StopAskedError(TransferError):
@@ -114,8 +122,11 @@ class GateProcess:
         self.child.wait()
 
 
-def open_gate(address: Address, token: str) -> GateProcess:
-    """Listen at this address, which has to be one of this machine's. Raises TransferError where that fails."""
+def open_gate(address: Address, token: str, timeout: float = 120.0) -> GateProcess:
+    """Listen at this address, which has to be one of this machine's. Raises TransferError where that fails.
+
+    `timeout`: the seconds of silence after which a rank's connection is given up.
+    """
     try:
         listener = _listening(address)
     except OSError as error:
@@ -123,7 +134,9 @@ def open_gate(address: Address, token: str) -> GateProcess:
             f"cannot listen at {address}: {error.strerror or error}; give a free port on an address of the host "
             f"of the source's rank 0"
         ) from error
-    command = [sys.executable, "-m", "reshard_cli.transport.gate", str(listener.fileno()), str(os.getpid())]
+    command = [
+        sys.executable, "-m", "reshard_cli.transport.gate", str(listener.fileno()), str(os.getpid()), str(timeout),
+    ]  # fmt: skip
     try:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True
@@ -162,10 +175,19 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class GateStore:
-    """One connection to the gate. Values are text; raises TransferError when the gate is gone."""
+    """One connection to the gate. Values are text; raises TransferError when the gate is gone.
+
+    A connection and those made with `another` go together: when one finds that the gate is lost, nobody has to
+    find it out again.
+    """
 
     def __init__(
-        self, address: Address, token: str, timeout: float, stop: Callable[[], bool] = lambda: False
+        self,
+        address: Address,
+        token: str,
+        timeout: float,
+        stop: Callable[[], bool] = lambda: False,
+        together: weakref.WeakSet[GateStore] | None = None,
     ) -> None:
         """Connect and prove to know the token, waiting until the gate is open.
 
@@ -173,16 +195,19 @@ class GateStore:
         StopAskedError where `stop` says so before.
         """
         self._address, self._token = address, token
-        self._answer = min(_ANSWER, max(timeout, 1.0))
+        self._timeout = timeout
+        self._lost = ""  # how the gate was lost
+        self._together: weakref.WeakSet[GateStore] = weakref.WeakSet() if together is None else together
         self._lock = threading.Lock()
-        self._lost = ""  # why the connection is of no use any more
         self._for_groups: _GroupStore | None = None
         deadline = time.monotonic() + timeout
         while True:
             try:
-                self._socket = socket.create_connection((address.host, address.port), timeout=5)
+                left = max(deadline - time.monotonic(), 1.0)
+                self._socket = socket.create_connection((address.host, address.port), timeout=min(5.0, left))
                 self._greet()
                 _open.add(self)
+                self._together.add(self)
                 return
             except (OSError, ValueError, KeyError) as error:
                 if time.monotonic() > deadline:
@@ -198,6 +223,7 @@ class GateStore:
         peer = self._socket
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_when_silent(peer, self._timeout)
             hello = receive_frame(peer, GREETING_LIMIT)
             if hello.get("reshard-cli") != PROTOCOL:
                 raise TransferError(
@@ -216,26 +242,39 @@ class GateStore:
             peer.close()
             raise
 
-    def another(self, timeout: float = _ANSWER) -> GateStore:
+    def another(self) -> GateStore:
         """Return another connection to the same gate."""
-        return GateStore(self._address, self._token, timeout)
+        return GateStore(self._address, self._token, self._timeout, together=self._together)
 
     def ask(self, seconds: float = 0.0, **frame: Any) -> dict[str, Any]:
         """Ask the gate something that takes it at most so many seconds. Raises TransferError."""
         with self._lock:
             try:
-                self._socket.settimeout(seconds + self._answer)
+                self._socket.settimeout(seconds + max(self._timeout, 1.0))
                 send_frame(self._socket, frame)
                 answer = receive_frame(self._socket)
-            except BaseException as error:
-                self._socket.close()  # a late answer would be taken for the next one's
-                self._lost = self._lost or f"{error or type(error).__name__}"
-                if not isinstance(error, OSError | ValueError):
-                    raise  # an interrupt: the gate tells the others that this rank is gone
-                raise TransferError(f"lost the source's gate at {self._address}: {self._lost}") from error
+            except (OSError, ValueError) as error:
+                self._give_up(str(error))
+                raise TransferError(self._lost) from error
+            except BaseException as error:  # an interrupt: the gate tells the others that this rank is gone
+                self._lost = (
+                    self._lost or f"lost the source's gate at {self._address}: {type(error).__name__}"
+                )
+                self._socket.close()
+                raise
         if "error" in answer:
             raise TransferError(f"the gate at {self._address}: {answer['error']}")
         return answer
+
+    def _give_up(self, why: str) -> None:
+        """Use this connection no more, as a late answer would be taken for the next one's; nor those beside it."""
+        self._lost = self._lost or f"lost the source's gate at {self._address}: {why}"
+        self._socket.close()
+        for other in self._together:
+            if other is not self and not other._lost:
+                other._lost = self._lost
+                with contextlib.suppress(OSError):
+                    other._socket.shutdown(socket.SHUT_RDWR)  # its own thread comes back, and closes it
 
     # ---- a store ----------------------------------------------------------------------------------
 
@@ -337,9 +376,13 @@ class _GroupStore(dist.Store):  # type: ignore[name-defined,misc]
         return self._gate.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
-        lacking = self._gate.wait_keys(keys, [], timeout.total_seconds())
-        if lacking:
-            raise RuntimeError(f"Timed out waiting for {', '.join(lacking[:4])}")
+        deadline = time.monotonic() + timeout.total_seconds()
+        # in short turns: the thread that connects may be left behind, and others ask by the same connection
+        failure = "/".join([*keys[0].split("/", 2)[:2], "failure"])  # of the session that connects
+        while lacking := self._gate.wait_keys(keys, [failure], _TURN):
+            if time.monotonic() > deadline or self._gate.check([failure]):
+                raise RuntimeError(f"Timed out waiting for {', '.join(lacking[:4])}")
+            time.sleep(_TURN)
 
     def delete_key(self, key: str) -> bool:
         return self._gate.delete_key(key)

@@ -20,6 +20,7 @@ from reshard_cli.transport.store import Store
 __all__ = ["Watchdog", "watch"]
 
 _GRACE = 1.5  # seconds that a rank has to end by itself after another one's failure
+_LOOK = 4  # beats from one look at what rank 0 does to the next: for a message, should the store be lost
 _DECIDING = 20.0  # and more, where it is finding out whether a version was committed
 
 
@@ -33,13 +34,18 @@ class Watchdog:
         parent: int | None,
         ends: bool,
         last_words: Callable[[Store | None, Failure | None], None] = lambda *_: None,
+        silence: float | None = None,
+        on_silence: Callable[[], None] = lambda: None,
     ) -> None:
         """`connect` gives this thread a store of its own; with `ends` it may end the process.
 
         The process also ends when its launcher, the process `parent`, is gone. `last_words` is called just before it
-        ends, with the thread's store (None: it is lost) and the failure.
+        ends, with the thread's store (None: it is lost) and the failure. `silence`: the seconds without an answer
+        after which the store is lost, where it has no timeouts of its own; then the process ends after `on_silence`.
         """
         self._connect, self._parent, self._ends, self._last_words = connect, parent, ends, last_words
+        self._silence, self._on_silence = silence, on_silence
+        self._unanswered = 0  # beats
         self._watched: dict[
             int, tuple[Control, Callable[[Store], Store], Callable[[Failure], None] | None]
         ] = {}
@@ -50,6 +56,20 @@ class Watchdog:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+        if self._silence is not None:
+            threading.Thread(target=self._listen, name="watchdog's watchdog", daemon=True).start()
+
+    def _listen(self) -> None:
+        """End the process when the other thread waits for the store in vain, as the main one then does."""
+        assert self._silence is not None
+        # counted in waits of this thread, as time also passes while the whole process is stopped
+        while not self._stop.wait(BEAT):
+            self._unanswered += 1
+            if not self._thread.is_alive():
+                return
+            if self._unanswered * BEAT > max(self._silence, 2 * BEAT):
+                self._on_silence()
+                os._exit(TransferError.exit_code)
 
     def add(
         self,
@@ -89,6 +109,7 @@ class Watchdog:
         told: dict[int, str] = {}
         while not self._stop.wait(BEAT):
             beat += 1
+            self._unanswered = 0
             if self._parent is not None and os.getppid() != self._parent:
                 os._exit(TransferError.exit_code)
             with self._lock:
@@ -101,6 +122,8 @@ class Watchdog:
                     told[key] = phase
                     own.set(f"phase/{control.rank}", phase)
                 own.set(f"alive/{control.rank}", str(beat))
+                if control.rank and beat % _LOOK == 1 and own.check(["phase/0"]):
+                    control.first_phase = own.get("phase/0").decode()
                 if not own.check(["failure"]):
                     continue
                 failure = Control(own, control.rank, control.num_ranks, control.timeout).failure()
@@ -126,13 +149,19 @@ class Watchdog:
         return False
 
 
-def watch(control: Control, connect: Callable[[], Store], parent: int | None) -> Callable[[], None]:
+def watch(
+    control: Control,
+    connect: Callable[[], Store],
+    parent: int | None,
+    on_silence: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
     """Start a watchdog of a process that is this program's own; return how to stop it.
 
     It ends this process with the failure's exit code if the main thread has not ended by itself some seconds
-    after another rank failed, if the store is gone, or if the launcher `parent` is.
+    after another rank failed, if the store is gone, or if the launcher `parent` is. `on_silence` is called before that
+    where the store has not answered for the timeout: the network to it is down.
     """
-    watchdog = Watchdog(connect, parent=parent, ends=True)
+    watchdog = Watchdog(connect, parent=parent, ends=True, silence=control.timeout, on_silence=on_silence)
     watchdog.add(control)
     watchdog.start()
     return watchdog.end

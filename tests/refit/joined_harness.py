@@ -52,7 +52,7 @@ class Fault:
     rank: int
     point: str
     version: int
-    what: str = "kill"  # kill, stop, or gate: the gate is killed instead
+    what: str = "kill"  # kill, stop, gate (the gate is killed instead) or nic (see `network_harness`)
     occasion: int = 1
 
 
@@ -127,6 +127,10 @@ class Seam:
         self.arrivals += 1
         if self.arrivals != fault.occasion:
             return
+        self.befall(fault)
+
+    def befall(self, fault: Fault) -> None:
+        """Have the fault happen."""
         (self.case.folder / "fault").write_text(str(time.time()))
         if fault.what == "gate":
             os.kill(int((self.case.folder / "gate").read_text()), signal.SIGKILL)
@@ -275,14 +279,22 @@ def start(case: Case, job: str, rank: int, run: Callable[..., None] = rank_proce
     return process
 
 
-def run_case(case: Case, slack: float = 5.0) -> Outcome:
-    """Run both jobs with the case's fault; hold the promises against what came of it."""
+def run_case(
+    case: Case,
+    slack: float = 5.0,
+    run: Callable[..., None] = rank_process,
+    left: Callable[[Any], list[str]] | None = None,
+) -> Outcome:
+    """Run both jobs with the case's fault; hold the promises against what came of it.
+
+    `run` is what a rank runs, `left` says what a case leaves behind.
+    """
     write_documents(case.folder)
     processes = {
-        f"{job} {rank}": start(case, job, rank) for job in ("infer", "train") for rank in range(RANKS)
+        f"{job} {rank}": start(case, job, rank, run) for job in ("infer", "train") for rank in range(RANKS)
     }
     fault = case.fault
-    guilty = None if fault is None or fault.what == "gate" else f"{fault.job} {fault.rank}"
+    guilty = None if fault is None or fault.what in ("gate", "nic") else f"{fault.job} {fault.rank}"
     marker = case.folder / "fault"
     limit = time.monotonic() + 60
     try:
@@ -304,7 +316,7 @@ def run_case(case: Case, slack: float = 5.0) -> Outcome:
     outcome = Outcome(ranks, codes, fault_at, [])
     outcome.problems += [f"{name} did not end" for name in late]
     outcome.problems += judge(case, outcome, guilty, slack)
-    outcome.problems += left_behind(case)
+    outcome.problems += (left or left_behind)(case)
     return outcome
 
 
