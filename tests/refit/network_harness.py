@@ -10,17 +10,20 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from reshard_cli.cli.main import main as command_line
 from reshard_cli.transport.emulated import NIC, EmulatedCluster, _enter
 from reshard_cli.transport.emulated_guard import find_tool
-from tests.refit.joined_harness import Case, Fault, Outcome, Seam, rank_process, run_case
-from tests.support import end_group, model_document, write_yaml
+from tests.refit.joined_harness import CONTEXT, Case, Fault, Outcome, Seam, rank_process, run_case
+from tests.support import model_document, write_yaml
 
 __all__ = ["CONTROL", "DATA", "NetworkCase", "Programs", "listening", "programs", "run_on_nodes"]
 
@@ -105,25 +108,38 @@ def set_nic(namespace: str, state: str) -> None:
 # ---- programs on the command line -----------------------------------------------------------------
 
 
+def program(arguments: list[str], namespace: str, environment: dict[str, str], errors: Path) -> None:
+    """Be the command line on a node, in a process group of its own."""
+    os.setsid()
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    _enter(namespace)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv = ["reshard-cli", *arguments]
+    command_line()
+
+
 @dataclass(slots=True)
 class Programs:
     """What runs on a cluster, by name; and when a NIC was set down."""
 
     cluster: EmulatedCluster
     folder: Path
-    running: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    running: dict[str, Any] = field(default_factory=dict)
     since: float = 0.0
 
     def start(self, name: str, node: int, *flags: object, environment: dict[str, str] | None = None) -> None:
         """Start a refit on a node."""
-        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         documents = (self.folder / "train.yaml", self.folder / "infer.yaml")
-        command = [*self.cluster.command(node), sys.executable, "-m", "reshard_cli", "refit"]
-        self.running[name] = subprocess.Popen(
-            [*command, *map(str, (*documents, *flags))],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env=clean | self.cluster.environment(node) | (environment or {}),
-        )  # fmt: skip
+        arguments = ["refit", *map(str, (*documents, *flags))]
+        variables = self.cluster.environment(node) | (environment or {})
+        place = self.cluster.nodes[node].name
+        # forked from a process that has torch: several that start at once would be long at it
+        self.running[name] = CONTEXT.Process(
+            target=program, args=(arguments, place, variables, self.folder / f"{name}.errors")
+        )
+        self.running[name].start()
 
     def start_jobs(self, gate: str, timeout: float, source: tuple[object, ...] = ()) -> None:
         """Start two jobs that join, on a node each."""
@@ -166,10 +182,10 @@ class Programs:
     def ended(self, seconds: float) -> dict[str, tuple[int, str]]:
         """Return the exit code and the errors of each, when all have ended; those that did not are not in it."""
         deadline = self.since + seconds
-        while any(one.poll() is None for one in self.running.values()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        ended = {name: one for name, one in self.running.items() if one.poll() is not None}
-        return {name: (one.returncode, one.communicate()[1]) for name, one in ended.items()}
+        for one in self.running.values():
+            one.join(max(0.0, deadline - time.monotonic()))
+        ended = {name: one.exitcode for name, one in self.running.items() if not one.is_alive()}
+        return {name: (code, (self.folder / f"{name}.errors").read_text()) for name, code in ended.items()}
 
     def left(self, seconds: float) -> list[str]:
         """Return what runs or listens so many seconds after the cut."""
@@ -191,4 +207,7 @@ def programs(cluster: EmulatedCluster, folder: Path) -> Iterator[Programs]:
         yield started
     finally:
         for one in started.running.values():
-            end_group(one)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.kill()  # where it was not a group of its own yet
+            one.join()
