@@ -29,11 +29,11 @@ PLAN_VERSION = 2
 _COARSE = 16384  # bytes: boxes up to this size are not cut among senders or carriers
 _BLOCK_PADDING = 16
 IN_FLIGHT = 2  # rounds that share the staging: one is packed while the other is on the network
-_OVERLAPPING = 16  # rounds from which filling and draining that pipeline is no matter
+_OVERLAPPING = 8  # rounds from which filling and draining that pipeline is little beside messages and wake-ups
 _RELAYED = 128  # rounds with relays, which lag some rounds behind
 _PER_LAG = 16  # rounds for each by which the work of a broadcast lags behind
 _WORTH_RELAYS = 1.1  # how many times fewer bytes of the busiest NIC are worth them
-_LEAST_ROUND = 1 << 24  # bytes of the busiest rank below which a round is not worth its messages and wake-ups
+_LEAST_ROUND = 1 << 25  # bytes of the busiest rank below which a round is not worth its messages and wake-ups
 _LEAST_LAGGING = (
     1 << 18
 )  # the same where rounds lag behind each other, and filling and draining takes more of them
