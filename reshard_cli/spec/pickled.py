@@ -36,12 +36,15 @@ class Pairs(list[tuple[Any, Any]]):
 
 
 _MARK, _STOP = ord("("), ord(".")
+# how Python 3.11.0 to 3.11.3 write the member of an enumeration, by protocol
+_MEMBER = ("builtins.getattr", "__builtin__.getattr")
 
 
 def read_pickle(data: bytes, allowed: Collection[str]) -> Any:
     """Return the value of a pickle that names only these classes and functions.
 
-    `torch.Size` of a tuple is that tuple, an OrderedDict its pairs, a persistent id a `Made` of that name.
+    `torch.Size` of a tuple is that tuple, an OrderedDict its pairs, a persistent id a `Made` of that name, an enumeration's
+    member what its class would give for its value or its name.
     Raises ValueError for any other name (which it tells), any other opcode, and damaged bytes.
     """
     machine = _Machine(data, allowed)
@@ -150,7 +153,7 @@ class _Machine:
 
     def name(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else ""
-        if full not in self.allowed:
+        if full not in self.allowed and full not in _MEMBER:
             raise ValueError(f"names {full or 'no class'!r}, which plain data does not need; it was not run")
         self.stack.append(Named(full))
 
@@ -165,7 +168,15 @@ class _Machine:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Named) or not isinstance(arguments, tuple):
             raise ValueError(f"damaged near byte {self.at}: calls what has no name")
-        if function.name == "torch.Size" and len(arguments) == 1 and isinstance(arguments[0], tuple):
+        if function.name in _MEMBER:
+            if (
+                len(arguments) != 2
+                or not isinstance(arguments[0], Named)
+                or not isinstance(arguments[1], str)
+            ):
+                raise ValueError(f"names {function.name!r} of something else than a class; it was not run")
+            self.stack.append(Made(arguments[0].name, (arguments[1],)))
+        elif function.name == "torch.Size" and len(arguments) == 1 and isinstance(arguments[0], tuple):
             self.stack.append(arguments[0])
         elif function.name == "collections.OrderedDict" and not arguments:
             self.stack.append(Pairs())

@@ -136,6 +136,24 @@ def refused(folder: Path, tmp_path: Path, *words: str, document=None) -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_members_of_enumerations_are_read_as_any_python_writes_them(tmp_path, monkeypatch, protocol, by_name):
+    folder = save(tmp_path / "ck", {"w": torch.ones(4, 3)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING  # of torch's memory formats, once they are pickled
+    if by_name:  # Python 3.11.0 to 3.11.3
+        monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, _: (getattr, (encoding, self.name)))
+    else:
+        monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, _: (encoding, (self.value,)))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    assert (b"getattr" in (folder / ".metadata").read_bytes()) == by_name
+    plan = plan_of(folder, tmp_path)
+    source, _ = open_source(str(folder), plan, [0], 1, allow_extra=False, trust=True)
+    for lo, hi, values in source.windows("w", (0, 0), (4, 3)):
+        assert torch.equal(values, torch.ones(4, 3)[lo[0] : hi[0], lo[1] : hi[1]])
+
+
 def test_without_trust_nothing_is_read_and_the_message_says_what_to_give(tmp_path):
     folder = save(tmp_path / "ck", {"w": torch.ones(2)})
     for arguments in (["inspect", folder], ["inspect", folder, "--trust-checkpoint"]):
