@@ -24,6 +24,7 @@ __all__ = [
     "VerifyError",
     "WeightsError",
     "error_of_exit_code",
+    "first_line",
     "listed",
     "printable",
 ]
@@ -97,6 +98,11 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(one if one == "\n" or one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says: libraries put their own traces behind it."""
+    return str(error).partition("\n")[0]
 
 
 def error_of_exit_code(exit_code: int, message: str) -> ReshardError:

@@ -18,6 +18,7 @@ from reshard_cli.report.page_bench import (
 from reshard_cli.report.page_document import page_document, page_text
 from reshard_cli.report.page_parts import (
     CHART_STYLE,
+    environment_facts,
     page_facts,
     page_section,
     page_table,
@@ -257,13 +258,7 @@ def _scaled(scaled: dict[str, Any]) -> str:
 
 
 def _environment(report: dict[str, Any]) -> str:
-    environment, probe = report["environment"], report["probe"]
-    facts = [
-        (name, str(value))
-        for name, value in environment.items()
-        if name not in ("settings", "emulated") and value not in (None, "")
-    ]
-    facts += [(name, value) for name, value in environment.get("settings", {}).items()]
+    facts, probe = environment_facts(report["environment"]), report["probe"]
     if probe["median"] is not None:
         rates = ", ".join(rate_text(rate) for rate in probe["bytes_per_second_of_a_domain"])
         facts.append(("bare exchange, by domain", rates))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from reshard_cli.report.page_document import page_text
 from reshard_cli.report.terminal import bytes_text
 
-__all__ = ["CHART_STYLE", "page_facts", "page_section", "page_table", "page_tiles", "rate_text"]
+__all__ = [
+    "CHART_STYLE",
+    "environment_facts",
+    "page_facts",
+    "page_section",
+    "page_table",
+    "page_tiles",
+    "rate_text",
+]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, lighter on dark ground
 CHART_STYLE = """
@@ -82,6 +91,16 @@ def page_facts(rows: Iterable[tuple[str, str]]) -> str:
     """Return a list of names and values."""
     listed = "\n".join(f"<dt>{page_text(name)}</dt><dd>{page_text(value)}</dd>" for name, value in rows)
     return f"<dl>\n{listed}\n</dl>"
+
+
+def environment_facts(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is known of a report's environment, its settings behind the rest."""
+    facts = [
+        (name, str(value))
+        for name, value in environment.items()
+        if name not in ("settings", "emulated") and value not in (None, "")
+    ]
+    return facts + [(name, str(value)) for name, value in environment.get("settings", {}).items()]
 
 
 def page_tiles(tiles: Iterable[tuple[str, str, Sequence[str]]]) -> str:

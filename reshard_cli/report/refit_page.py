@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from reshard_cli.report.page_document import page_document, page_text
-from reshard_cli.report.page_parts import CHART_STYLE, page_facts, page_section, page_table, page_tiles
+from reshard_cli.report.page_parts import (
+    CHART_STYLE,
+    environment_facts,
+    page_facts,
+    page_section,
+    page_table,
+    page_tiles,
+)
 from reshard_cli.report.page_svg import Axis, Drawing, linear_axis, seconds_text
 from reshard_cli.report.terminal import bytes_text
 
@@ -167,13 +174,7 @@ def _table(refits: _Refits) -> str:
 
 
 def _facts(report: dict[str, Any]) -> str:
-    environment = report["environment"]
-    facts = [
-        (name, str(value))
-        for name, value in environment.items()
-        if name != "settings" and value not in (None, "")
-    ]
-    facts += [(name, str(value)) for name, value in environment.get("settings", {}).items()]
+    facts = environment_facts(report["environment"])
     what = [("digest of the plan", report["digest"])]
     if report["state_dict"]:
         what.append(("read", f"the state dict {report['state_dict']!r} of the checkpoint"))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reshard_cli.errors import DocumentError, PeerLostError
+from reshard_cli.errors import DocumentError, PeerLostError, first_line
 from reshard_cli.plan.entries import NETWORK
 from reshard_cli.transport.m2n import M2n
 from reshard_cli.transport.message import Message, Pending, Transport, chunks
@@ -51,7 +51,7 @@ def _reason(error: RuntimeError) -> str:
         return "it did not answer in time"
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return "it closed the connection"
-    return text.splitlines()[0]
+    return first_line(error)
 
 
 def _within(seconds: float, make: Callable[[], Any], check: Callable[[], None]) -> Any:

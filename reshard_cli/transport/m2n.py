@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reshard_cli.errors import DocumentError, PeerLostError
+from reshard_cli.errors import DocumentError, PeerLostError, first_line
 from reshard_cli.plan.m2n import M2nClass
 from reshard_cli.transport.nccl import wait_until
 
@@ -28,7 +28,7 @@ def m2n_fault() -> str | None:
     try:
         importlib.import_module(_MODULE)
     except (ImportError, OSError, RuntimeError) as error:
-        return f"the package nccl-extensions is not installed, or does not load ({_first_line(error)})"
+        return f"the package nccl-extensions is not installed, or does not load ({first_line(error)})"
     if torch.cuda.is_available():
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         if version < _OLDEST_NCCL:
@@ -68,7 +68,7 @@ class M2n:
         try:
             self._handle: Any = self._module.init()
         except Exception as error:
-            raise DocumentError(f"--m2n: NCCL M2N does not start: {_first_line(error)}") from error
+            raise DocumentError(f"--m2n: NCCL M2N does not start: {first_line(error)}") from error
 
     def reshard(self, name: str, one: M2nClass, source: Tensor | None, destination: Tensor | None) -> None:
         """Start to move one tensor: this rank's contiguous shards, None where it has no part in a side.
@@ -83,7 +83,7 @@ class M2n:
                 **m2n_arguments(one, self._module), handle=self._handle,
             )  # fmt: skip
         except Exception as error:  # its own errors are a kind of nothing else
-            raise PeerLostError(f"tensor {name!r}: NCCL M2N: {_first_line(error)}") from error
+            raise PeerLostError(f"tensor {name!r}: NCCL M2N: {first_line(error)}") from error
 
     def wait(self) -> None:
         """Wait on the host until all that was started is done. Raises PeerLostError where it is not in time."""
@@ -94,14 +94,10 @@ class M2n:
         try:
             in_time = wait_until(done.query, self._timeout, self._check)
         except RuntimeError as error:
-            raise PeerLostError(f"NCCL M2N: {_first_line(error)}") from error
+            raise PeerLostError(f"NCCL M2N: {first_line(error)}") from error
         if not in_time:
             raise PeerLostError(f"NCCL M2N: not done in {self._timeout:g} s")
 
     def close(self) -> None:
         """Let go of the library's buffers; nothing may be in flight."""
         self._handle.destroy()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

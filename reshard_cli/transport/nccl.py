@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard_cli.errors import PeerLostError
+from reshard_cli.errors import PeerLostError, first_line
 from reshard_cli.plan.entries import DOMAIN, NETWORK
 from reshard_cli.transport.message import Message, Pending, chunks
 from reshard_cli.transport.shared_gpu import check_shared_gpu
@@ -70,7 +70,7 @@ class _NcclPending:
             if in_time:
                 work.wait()  # raises where it completed by failing
         except RuntimeError as error:
-            raise PeerLostError(f"exchanging with ranks {peers}: {_first_line(error)}", guilty) from error
+            raise PeerLostError(f"exchanging with ranks {peers}: {first_line(error)}", guilty) from error
         if not in_time:
             raise PeerLostError(f"exchanging with ranks {peers}: not done in {self._timeout:g} s", guilty)
         self._work = None
@@ -132,7 +132,7 @@ class NcclTransport:
         # no look at the control plane: the store's client may be held by the thread, and the watchdog has its own
         in_time = wait_until(lambda: not thread.is_alive(), self._timeout, lambda: None)
         if failed:
-            raise PeerLostError(f"connecting the GPUs: {_first_line(failed[0])}") from failed[0]
+            raise PeerLostError(f"connecting the GPUs: {first_line(failed[0])}") from failed[0]
         if not in_time:
             raise PeerLostError(f"connecting the GPUs: not done in {self._timeout:g} s")
         return group
@@ -155,7 +155,7 @@ class NcclTransport:
                     post([message.data], ranks[message.peer], 0)
                 work = group._end_coalescing()
             except RuntimeError as error:
-                raise PeerLostError(f"starting an exchange: {_first_line(error)}") from error
+                raise PeerLostError(f"starting an exchange: {first_line(error)}") from error
         return _NcclPending(work, peers, self._timeout, self._check)
 
     def close(self) -> None:
@@ -186,7 +186,3 @@ def _left_to_us() -> Iterator[None]:
         yield
     finally:
         del os.environ[_ERROR_HANDLING]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -78,9 +78,8 @@ def _in_strides(storage: RankStorage, window: Window, buffer: Tensor) -> tuple[i
     """
     if buffer.is_contiguous():
         return window.offset, window.strides
-    dims: list[
-        tuple[int, int, int]
-    ] = []  # row-major step, the tensor's step, and the steps left to the dim's end
+    # of each dim: the row-major step, the tensor's step, and the steps left to its end
+    dims: list[tuple[int, int, int]] = []
     start, left, row_major = 0, window.offset, math.prod(storage.shape)
     for size, stride in zip(storage.shape, buffer.stride(), strict=True):
         row_major //= max(size, 1)
@@ -93,8 +92,7 @@ def _in_strides(storage: RankStorage, window: Window, buffer: Tensor) -> tuple[i
             else:
                 dims.append((row_major, stride, size - 1 - at))
     strides = [0] * len(window.strides)
-    order = sorted(range(len(strides)), key=lambda dim: window.strides[dim], reverse=True)
-    for dim in order:
+    for dim in sorted(range(len(strides)), key=lambda dim: window.strides[dim], reverse=True):
         last = window.hi[dim] - window.lo[dim] - 1
         if last == 0:
             continue  # along a dim of one element no step is taken, whatever its stride says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from reshard_cli.plan.cost import traffic_of
 from reshard_cli.plan.routes import MODES
 from reshard_cli.plan.schedule import MAX_MESSAGE, pair_digests, rank_schedule, transfers
 from reshard_cli.plan.topology import Topology
+from reshard_cli.refit.endpoints import Destination
 from reshard_cli.spec.dtypes import ITEM_SIZE
 from tests.random_layouts import RandomPair, draw_pair, draw_values, expected_storages, held_elements
 from tests.support import make_jobs, refit_in_process
@@ -40,6 +42,23 @@ def draw_topology(random, jobs):
 def jobs_of(pair: RandomPair):
     with tempfile.TemporaryDirectory() as folder:
         return make_jobs(Path(folder), pair.model, pair.source, pair.destination)
+
+
+def all_right(
+    pair: RandomPair,
+    filled: Mapping[int, Destination],
+    destination: Sequence[int],
+    values: dict[str, torch.Tensor],
+) -> bool:
+    """Say whether what destination ranks hold, by world rank, is right bit for bit, but for padding that is kept."""
+    right = True
+    for rank, one in filled.items():
+        expected = expected_storages(pair, pair.destination, destination.index(rank), values)
+        for storage in one.storages:
+            if storage.num_elements and not storage.keep_padding:
+                mine = one.buffers[storage.name].view(getattr(torch, storage.dtype)).view(storage.shape)
+                right &= same(mine, expected[storage.name])
+    return right
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

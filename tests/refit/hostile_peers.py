@@ -11,7 +11,6 @@ import resource
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from reshard_cli.transport.frames import (
 from reshard_cli.transport.gate_client import Address, GateStore
 from tests.refit.joined_harness import RANKS, TOKEN, Case, Fault, address_of, start, write_documents
 from tests.refit.running_loop import RunningLoop
-from tests.transport.gate_harness import connected, ends, framed, greeted
+from tests.transport.gate_harness import connected, ends, framed, greeted, overheard
 
 __all__ = ["ATTACKS", "KEPT"]
 
@@ -94,7 +93,7 @@ def wrong_token_of_a_whole_job(loop: RunningLoop) -> None:
 
 @attack
 def replayed_answer(loop: RunningLoop) -> None:
-    recorded = overheard(gate_of(loop))
+    recorded = overheard(gate_of(loop), "overheard")
     length = struct.unpack(">I", recorded[:4])[0]
     assert TOKEN.encode() not in recorded
     for sent in (recorded[: 4 + length], bytes(recorded)):  # the answer alone, and all that came after it
@@ -482,41 +481,3 @@ def frame_of_4_gib_from_one_who_knows_the_token(loop: RunningLoop) -> None:
     with greeted(gate_of(loop)) as peer:
         peer.sendall(struct.pack(">I", (1 << 32) - 1) + b"{")
         assert ends(peer, 3)
-
-
-# ---- by hand --------------------------------------------------------------------------------------
-
-
-def overheard(address: Address) -> bytearray:
-    """Return what somebody who knows the token sent to the gate, past a proxy that listens."""
-    recorded = bytearray()
-    proxy = socket.create_server(("127.0.0.1", 0))
-
-    def pass_on() -> None:
-        near, _ = proxy.accept()
-        with near, connected(address) as far:
-            threads = [
-                threading.Thread(target=copy, args=both)
-                for both in ((near, far, recorded), (far, near, bytearray()))
-            ]
-            for one in threads:
-                one.start()
-            for one in threads:
-                one.join()
-
-    def copy(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
-        with suppress(OSError):
-            while part := source.recv(1 << 16):
-                kept.extend(part)
-                target.sendall(part)
-            target.shutdown(socket.SHUT_WR)
-
-    thread = threading.Thread(target=pass_on)
-    thread.start()
-    store = GateStore(Address("127.0.0.1", proxy.getsockname()[1]), TOKEN, 5)
-    store.set("overheard", "value")
-    store.delete_key("overheard")
-    store.leave()
-    thread.join(10)
-    proxy.close()
-    return recorded

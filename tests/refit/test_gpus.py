@@ -16,8 +16,8 @@ from reshard_cli.refit.endpoints import Destination
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.rounds import run_rounds
 from reshard_cli.transport.message import Message
-from tests.plan.test_random_pairs import draw_topology, jobs_of, same
-from tests.random_layouts import draw_pair, draw_values, expected_storages
+from tests.plan.test_random_pairs import all_right, draw_topology, jobs_of
+from tests.random_layouts import draw_pair, draw_values
 from tests.refit.gpus import Deadlock, GpuExecutor, Gpus, GpuStreams, GpuTransport
 from tests.support import storages_of
 
@@ -53,14 +53,7 @@ def refit(random: Random, *, one_at_a_time=False, marks_hold=True, staging=None)
             executor, transport, lambda *_: contextlib.nullcontext()
         )
     gpus.run(programs)
-    right = True
-    for rank, one in filled.items():
-        expected = expected_storages(pair, pair.destination, destination.index(rank), values)
-        for storage in one.storages:
-            if storage.num_elements and not storage.keep_padding:
-                mine = one.buffers[storage.name].view(getattr(torch, storage.dtype)).view(storage.shape)
-                right &= same(mine, expected[storage.name])
-    return gpus.num_groups, plan.num_rounds, right
+    return gpus.num_groups, plan.num_rounds, all_right(pair, filled, destination, values)
 
 
 @pytest.mark.parametrize("one_at_a_time", [False, True], ids=["any order", "one group at a time"])

@@ -22,8 +22,8 @@ from reshard_cli.transport.exchange import open_m2n
 from reshard_cli.transport.m2n import M2n, m2n_fault
 from tests import m2n_fake
 from tests.plan.test_m2n import plan_of
-from tests.plan.test_random_pairs import draw_topology, jobs_of, same
-from tests.random_layouts import RandomPair, draw_pair, draw_values, expected_storages
+from tests.plan.test_random_pairs import all_right, draw_topology, jobs_of
+from tests.random_layouts import RandomPair, draw_pair, draw_values
 from tests.support import model_document, run_cli, run_module, storages_of, write_yaml
 
 CPU = torch.device("cpu")
@@ -139,12 +139,7 @@ def refit(random: Random, pair: RandomPair, *, staging=1 << 20, versions=1, tamp
         run_in_process(executors)
         most = max(one.peak_staging_bytes for one in executors.values())
         assert most + plan.m2n.buffer_bytes <= staging
-        for rank, one in filled.items():
-            expected = expected_storages(pair, pair.destination, destination.index(rank), values)
-            for storage in one.storages:
-                if storage.num_elements and not storage.keep_padding:
-                    mine = one.buffers[storage.name].view(getattr(torch, storage.dtype)).view(storage.shape)
-                    right &= same(mine, expected[storage.name])
+        right &= all_right(pair, filled, destination, values)
     return plan, right, buffers if world.calls else []
 
 

@@ -7,6 +7,7 @@ import json
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,38 @@ def drawn_frame(random: Any) -> bytes:
         data[random.randrange(len(data))] = random.randrange(256)
     whole = framed(bytes(data))
     return whole[: random.randrange(len(whole))] if random.random() < 0.1 else whole
+
+
+def overheard(address: Address, key: str) -> bytearray:
+    """Return what somebody who knows the token sent to the gate to set a key, past a proxy that listens."""
+    recorded = bytearray()
+    proxy = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on() -> None:
+        near, _ = proxy.accept()
+        with near, connected(address) as far:
+            threads = [
+                threading.Thread(target=copy, args=both)
+                for both in ((near, far, recorded), (far, near, bytearray()))
+            ]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+
+    def copy(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(1 << 16):
+                kept.extend(part)
+                target.sendall(part)
+            target.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    store = GateStore(Address("127.0.0.1", proxy.getsockname()[1]), TOKEN, 5)
+    store.set(key, "value")
+    store.delete_key(key)
+    store.leave()
+    thread.join(10)
+    proxy.close()
+    return recorded

@@ -29,6 +29,7 @@ from tests.transport.gate_harness import (
     free_port,
     greeted,
     opened_gate,
+    overheard,
     resident_bytes,
 )
 
@@ -43,36 +44,7 @@ def test_who_does_not_know_the_token_is_told_so_and_not_let_in() -> None:
 
 def test_the_token_and_the_proof_of_another_connection_are_of_no_use_on_the_wire() -> None:
     with opened_gate() as (address, _):
-        recorded = bytearray()
-        proxy = socket.create_server(("127.0.0.1", 0))
-
-        def pass_on() -> None:
-            near, _ = proxy.accept()
-            far = connected(address)
-            threads = [
-                threading.Thread(target=copy, args=ends_of)
-                for ends_of in ((near, far, recorded), (far, near, bytearray()))
-            ]
-            for one in threads:
-                one.start()
-            for one in threads:
-                one.join()
-            near.close()
-            far.close()
-
-        def copy(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
-            while part := source.recv(1 << 16):
-                kept.extend(part)
-                target.sendall(part)
-            target.shutdown(socket.SHUT_WR)
-
-        thread = threading.Thread(target=pass_on)
-        thread.start()
-        store = GateStore(Address("127.0.0.1", proxy.getsockname()[1]), TOKEN, 5)
-        store.set("key", "value")
-        store.leave()
-        thread.join(10)
-        proxy.close()
+        recorded = overheard(address, "key")
         assert TOKEN.encode() not in recorded
         assert b'"key":"key"' in recorded
         length = struct.unpack(">I", recorded[:4])[0]
