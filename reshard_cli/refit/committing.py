@@ -8,6 +8,8 @@ ask each other: whoever has committed says so, and then all do, as all of them h
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,12 +18,15 @@ from reshard_cli.errors import PeerLostError, ReshardError, TransferError
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.ends import DestinationEnd
 from reshard_cli.transport.control import Control
-from reshard_cli.transport.message import Message, Transport
+from reshard_cli.transport.message import Message, Pending, Transport
 
 __all__ = ["commit"]
 
 _COMMITTED, _UNKNOWN = 1, 2
 _REASON = 8.0  # seconds for another rank to say why it gave a version up
+# seconds for another rank to answer: whoever is cut off from the store notices it as long after as this one did
+_ANSWER = 3.0
+_CPU = torch.device("cpu")
 
 
 def commit(
@@ -31,18 +36,21 @@ def commit(
     end: DestinationEnd | None,
     version: int,
     *,
+    device: torch.device = _CPU,
     applied: Callable[[], None] = lambda: None,
 ) -> None:
     """Commit the version when every rank is here, which says that it has all of it.
 
-    `applied` is called when every rank has made it the one that is there. Raises what ended the refit: before the
-    decision nobody commits; after it everybody who lives has.
+    `device`: whose memory the transport sends. `applied` is called when every rank has made it the one that is
+    there. Raises what ended the refit: before the decision nobody commits; after it everybody has who lives and
+    hears of it: a rank that is cut off from the store and from all who have committed cannot know, and keeps what
+    it had.
     """
     destinations = topology.destination.tolist()
     control.phase("committing")
     control.deciding = True
     try:
-        if not _decided(control, transport, destinations, version, end):
+        if not _decided(control, transport, destinations, version, end, device):
             # whoever gave it up is finding out why, and is the one to say so
             control.store.wait_keys(["failure"], [], _REASON)
             control.check()
@@ -57,7 +65,7 @@ def commit(
     except (RuntimeError, TransferError) as error:
         # the store is lost after the decision: others may not have heard it, and will ask
         if end is not None and end.version == version and transport is not None and not control.alive():
-            _asked(transport, control.rank, destinations, committed=True)
+            _asked(transport, device, control.rank, destinations, committed=True)
         if isinstance(error, ReshardError):
             raise
         raise TransferError(f"lost the store while committing version {version}: {error}") from error
@@ -71,6 +79,7 @@ def _decided(
     destinations: list[int],
     version: int,
     end: DestinationEnd | None,
+    device: torch.device,
 ) -> bool:
     """Return whether the version is committed. Raises what kept the ranks from coming together."""
     key = f"decision/{version}"
@@ -85,25 +94,28 @@ def _decided(
         except (RuntimeError, TransferError):
             if end is None or transport is None:
                 raise error from None
-            if _asked(transport, control.rank, destinations, committed=False):
+            if _asked(transport, device, control.rank, destinations, committed=False):
                 return True
         raise
 
 
-def _asked(transport: Transport, rank: int, destinations: Iterable[int], *, committed: bool) -> bool:
+def _asked(
+    transport: Transport, device: torch.device, rank: int, destinations: Iterable[int], *, committed: bool
+) -> bool:
     """Tell the destination's other ranks whether this one has committed; return whether any has."""
-    others = [one for one in destinations if one != rank]
-    own = torch.tensor([_COMMITTED if committed else _UNKNOWN], dtype=torch.uint8)
-    answers = {one: torch.zeros(1, dtype=torch.uint8) for one in others}
-    started = []
-    for one in others:
+    own = torch.tensor([_COMMITTED if committed else _UNKNOWN], dtype=torch.uint8, device=device)
+    started: list[tuple[Pending, torch.Tensor]] = []
+    for one in destinations:
+        answer = torch.zeros(1, dtype=torch.uint8, device=device)
+        if one != rank:
+            with contextlib.suppress(RuntimeError, PeerLostError):
+                started.append((transport.start([Message(one, own)], [Message(one, answer)]), answer))
+    deadline = time.monotonic() + _ANSWER
+    for pending, answer in started:
         try:
-            started.append(transport.start([Message(one, own)], [Message(one, answers[one])]))
+            pending.wait(max(0.0, deadline - time.monotonic()))
+            committed = committed or int(answer) == _COMMITTED
         except (RuntimeError, PeerLostError):
-            continue
-    for pending in started:
-        try:
-            pending.wait()
-        except (RuntimeError, PeerLostError):
-            continue
-    return committed or any(int(answer) == _COMMITTED for answer in answers.values())
+            if device.type == "cuda":
+                break  # its stream comes to nothing more: reading an answer would wait for ever
+    return committed

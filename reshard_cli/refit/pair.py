@@ -151,7 +151,13 @@ class Pair:
                 if self.end is not None:
                     self.end.prepare(version)
                 commit(
-                    self.control, self.transport, self.plan.topology, self.end, version, applied=self._applied
+                    self.control,
+                    self.transport,
+                    self.plan.topology,
+                    self.end,
+                    version,
+                    device=self.device,
+                    applied=self._applied,
                 )
         except BaseException:
             if self.end is not None and self.end.version != version:

@@ -29,6 +29,7 @@ __all__ = ["GlooTransport", "open_m2n", "open_transport"]
 
 _SLACK = 1.0  # seconds beyond the timeout in which gloo itself says what went wrong
 _LOOK = 0.5
+_LEAST = 0.001  # seconds: gloo takes none for its own timeout
 
 
 class _GlooPending:
@@ -36,10 +37,14 @@ class _GlooPending:
         self._works = works
         self._keep = keep  # gloo does not own the memory that it sends from
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
         for peer, doing, work in self._works:
             try:
-                work.wait()
+                if deadline is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(_LEAST, deadline - time.monotonic())))
             except RuntimeError as error:
                 raise PeerLostError(f"{doing} rank {peer}: {_reason(error)}", peer) from error
         self._works.clear()

@@ -25,8 +25,11 @@ class Message:
 class Pending(Protocol):
     """Messages on their way."""
 
-    def wait(self) -> None:
-        """Wait for all of them. Raises PeerLostError naming the peer that failed."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for all of them. Raises PeerLostError naming the peer that failed.
+
+        seconds: at most so many instead of the timeout, and whatever the control plane says meanwhile.
+        """
         ...
 
 

@@ -58,7 +58,7 @@ class _NcclPending:
         self._timeout = timeout
         self._check = check
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Wait on the host, and let what the current stream gets next come after the messages."""
         if self._work is None:
             return
@@ -66,13 +66,17 @@ class _NcclPending:
         guilty = self._peers[0] if len(self._peers) == 1 else None
         try:
             work.wait()  # orders the stream; does not block the host
-            in_time = wait_until(work.is_completed, self._timeout, self._check)
+            if seconds is None:
+                in_time = wait_until(work.is_completed, self._timeout, self._check)
+            else:
+                in_time = wait_until(work.is_completed, seconds, lambda: None)
             if in_time:
                 work.wait()  # raises where it completed by failing
         except RuntimeError as error:
             raise PeerLostError(f"exchanging with ranks {peers}: {first_line(error)}", guilty) from error
         if not in_time:
-            raise PeerLostError(f"exchanging with ranks {peers}: not done in {self._timeout:g} s", guilty)
+            limit = self._timeout if seconds is None else seconds
+            raise PeerLostError(f"exchanging with ranks {peers}: not done in {limit:g} s", guilty)
         self._work = None
 
 

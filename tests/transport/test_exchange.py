@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from reshard_cli.errors import DocumentError, PeerLostError, TransferError
 from reshard_cli.plan.entries import DOMAIN, NETWORK
@@ -47,6 +49,19 @@ class Names:
 
     def for_groups(self, prefix):
         return prefix
+
+
+@pytest.fixture(name="two_ranks")
+def connected_gloo():
+    """Two ranks that are connected, in threads; whoever waits for the other one's message waits in vain."""
+    store = PrefixStore("gloo", HashStore())
+
+    class Shared:
+        def for_groups(self, _):
+            return store
+
+    with ThreadPoolExecutor(2) as threads:
+        yield list(threads.map(lambda rank: GlooTransport(Shared(), rank, 2, 600.0), range(2)))
 
 
 @pytest.fixture(name="gloo")
@@ -133,6 +148,12 @@ def made_nccl(monkeypatch):
     return make
 
 
+def test_a_wait_of_some_seconds_does_not_last_for_the_timeout(two_ranks):
+    with pytest.raises(PeerLostError, match="receiving from rank 1: it did not answer in time") as caught:
+        two_ranks[0].start([], [message(1, 8)]).wait(0.3)
+    assert caught.value.rank == 1
+
+
 def test_gloo_numbers_the_messages_of_each_ordered_pair_and_receives_are_posted_first(gloo):
     transport, group = gloo
     transport.start([message(1, 5), message(1, 6), message(2, 7)], [message(1, 8)]).wait()
@@ -167,6 +188,18 @@ def test_nccl_has_a_communicator_of_all_ranks_and_one_of_each_domain_with_its_ra
 def test_a_rank_alone_in_its_domain_makes_no_communicator_for_it(make_nccl):
     _, groups = make_nccl(rank=1, num_ranks=3, domains=[0, 1, 2])
     assert [one.prefix for one in groups] == ["nccl/network"]
+
+
+def test_a_gpu_is_waited_for_some_seconds_whatever_the_control_plane_says(make_nccl, monkeypatch):
+    def lost():
+        raise TransferError("the store is lost")
+
+    monkeypatch.setattr(nccl, "_CHECK", 0.0)
+    transport, (group,) = make_nccl(check=lost)
+    transport.start([message(2, 8)], []).wait(5.0)
+    group.ends = False
+    with pytest.raises(PeerLostError, match=r"not done in 0.05 s"):
+        transport.start([message(2, 8)], []).wait(0.05)
 
 
 def test_a_gpu_that_is_not_done_in_time_is_told_with_its_peer_and_another_ranks_failure_comes_first(
