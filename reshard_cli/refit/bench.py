@@ -65,7 +65,7 @@ class _BenchRank:
         self.options, self.bench, self.setup = options, bench, setup
         self.device = torch.device("cpu")
         if setup["backend"] == "nccl":
-            self.device = torch.device("cuda", setup["local_rank"])
+            self.device = torch.device("cuda", setup["local_rank"] % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.transport: Transport | None = None
 

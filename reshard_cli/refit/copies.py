@@ -1,9 +1,9 @@
 """Copies between a rank's tensors and its staging, found once and run at every refit.
 
 On the CPU they run as numpy's copies, from a loop that is not Python's: a fifth of a microsecond each where torch
-takes two, so that a model of many small tensors is packed almost at memory speed. On a GPU, and where dtypes
-differ, they run as one batch of torch. Copies whose targets are neighbours in one allocation, and whose sources are
-too, run as one. Between a GPU and the CPU they go through pinned buffers, if there are any.
+takes two, so that a model of many small tensors is packed almost at memory speed. On a GPU they run as batches of
+torch, and one by one where dtypes differ. Copies whose targets are neighbours in one allocation, and whose sources
+are too, run as one. Between a GPU and the CPU they go through pinned buffers, if there are any.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Copies:
         self._across: list[tuple[Tensor, Tensor]] = []
         self._array_targets: list[Any] = []
         self._array_sources: list[Any] = []
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        # whole numbers by their width: torch before 2.11 casts all of a batch to its first target's dtype
+        self._batches: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        self._casts: list[tuple[Tensor, Tensor]] = []
         self._run: tuple[Tensor, Tensor] | None = None  # bytes, to which the next ones may be neighbours
 
     def add(self, target: Tensor, source: Tensor) -> None:
@@ -53,7 +54,9 @@ class Copies:
 
     def __len__(self) -> int:
         """Return how many copies a run makes; neighbours count as one."""
-        return len(self._array_targets) + len(self._targets) + len(self._across) + (self._run is not None)
+        batched = sum(len(targets) for targets, _ in self._batches.values())
+        single = len(self._array_targets) + len(self._casts) + len(self._across)
+        return batched + single + (self._run is not None)
 
     def _add(self, target: Tensor, source: Tensor) -> None:
         if target.dtype == source.dtype:
@@ -67,8 +70,12 @@ class Copies:
             if self._pinned is not None:
                 self._across.append((target, source))
                 return
-        self._targets.append(target)
-        self._sources.append(source)
+        if target.dtype != source.dtype:
+            self._casts.append((target, source))
+            return
+        targets, sources = self._batches.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
 
     def run(self) -> None:
         """Run all of them."""
@@ -77,8 +84,10 @@ class Copies:
             self._run = None
         assignments = map(setitem, self._array_targets, repeat(Ellipsis), self._array_sources)
         deque(assignments, maxlen=0)  # runs them all
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+        for targets, sources in self._batches.values():
+            torch._foreach_copy_(targets, sources)
+        for target, source in self._casts:
+            target.copy_(source)
         if self._pinned is not None and self._across:
             self._pinned.run(self._across)
 

@@ -22,6 +22,7 @@ from reshard_cli.refit.endpoints import Destination, open_source
 from reshard_cli.weights.live import Hooks, LiveTensors, place_of, snapshot
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder
+from reshard_cli.weights.streams import settle
 from reshard_cli.weights.tensors import torch_dtype
 from reshard_cli.weights.windows import Source, StorageWindows
 
@@ -321,6 +322,7 @@ class LiveEnd:
             self._shadow.keep_padding_of(self._tensors)
             return self._shadow, id(self._shadow)
         self._call("before", self._hooks.before, version)
+        self._settle()
         self.torn = True
         place = place_of(self._tensors)
         if self._filled is None or place != self._place:
@@ -336,10 +338,16 @@ class LiveEnd:
     def apply(self, version: int) -> None:
         if self._shadow is not None:
             self.torn = True
+            self._settle()  # the engine's own streams may still read the old version, and are next to read the new one
             self._shadow.copy_into(self._tensors)
+            self._settle()
         if self._handed:
             self._call("load_weights", self._hand_over, version)
         self.version, self.torn = version, False
+
+    def _settle(self) -> None:
+        for device in {one.device for one in self._tensors.values()}:
+            settle(device)
 
     def _hand_over(self, _: int) -> None:
         assert self._hooks.load_weights is not None

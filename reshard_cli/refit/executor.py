@@ -27,7 +27,7 @@ from reshard_cli.plan.schedule import (
 from reshard_cli.refit.copies import Copies
 from reshard_cli.transport.message import Message
 from reshard_cli.weights.pinned import PinnedBuffers
-from reshard_cli.weights.streams import Streams, streams_of
+from reshard_cli.weights.streams import Streams, mark_on, streams_of
 from reshard_cli.weights.tensors import copy_exact, typed
 from reshard_cli.weights.windows import Corner, Source, StorageWindows, contiguous_bytes, within
 
@@ -122,7 +122,7 @@ class RankExecutor:
         if self._pinned is None:
             size = PinnedBuffers.size_within(self.plan.staging - self.peak_staging_bytes)
             if size:
-                self._pinned = PinnedBuffers(size, self.streams.mark)
+                self._pinned = PinnedBuffers(size, mark_on)
                 self.peak_staging_bytes += self._pinned.num_bytes
         return self._pinned
 
@@ -208,8 +208,8 @@ class RankExecutor:
             name, dtype = self._dtypes[fragment.tensor]
             if holder is not None and holder.in_place(name):
                 place = contiguous_bytes(holder, name, fragment, dtype)
-                if place is not None and place.device.type != self._device.type:
-                    place = None  # a checkpoint's mapped bytes go through the arena on the GPU
+                if place is not None and place.device != self._device:
+                    place = None  # mapped bytes, and another GPU's, go through the arena
         relay = transfer.origin == self.rank and transfer.blocks[0].relay
         return _Slot(transfer.fragments, place, offset, transfer.num_bytes, arena, relay)
 

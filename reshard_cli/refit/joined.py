@@ -278,6 +278,8 @@ class Joined:
                 told = failure.error() if failure.exit_code != LEFT else JobLeftError(failure.message)
         except (RuntimeError, TransferError) as lost:
             told = cut_off(control, told, lost)
+        if pair is not None:
+            pair.abort()  # messages may be in flight, to ranks that are lost
         self._drop(control, pair)
         return told
 

@@ -125,6 +125,8 @@ def place_in_job(rank: int | None, world_size: int | None) -> tuple[int, int, in
         rank, world_size = 0, world_size or 1
     if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
         raise DocumentError(f"rank {rank!r} of {world_size!r}: give both, rank from 0 to world_size - 1")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return rank, world_size, torch.cuda.current_device()  # the program has chosen
     gpus = torch.cuda.device_count()
     if "LOCAL_RANK" in environment:
         return rank, world_size, _number("LOCAL_RANK")
@@ -162,9 +164,14 @@ class Handle:
         self._error: BaseException | None = None
         self._told = False
 
+        # a thread has a device and a stream of its own, which know nothing of what the caller's was given
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        order = torch.cuda.stream(torch.cuda.current_stream()) if started else contextlib.nullcontext()
+
         def work() -> None:
             try:
-                self._result = run(self)
+                with order:
+                    self._result = run(self)
             except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
                 self._error = error
             finally:

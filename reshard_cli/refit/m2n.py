@@ -76,5 +76,5 @@ def _in_place(
     if len(found) != 1 or found[0][:2] != (lo, hi):
         return None
     view = found[0][2]
-    right = view.is_contiguous() and str(view.dtype) == f"torch.{dtype}" and view.device.type == device.type
+    right = view.is_contiguous() and str(view.dtype) == f"torch.{dtype}" and view.device == device
     return view if right else None

@@ -75,7 +75,7 @@ class Pair:
         self.truth = truth
         self.device = torch.device("cpu")
         if setup["backend"] == "nccl":
-            self.device = torch.device("cuda", setup["local_rank"])
+            self.device = torch.device("cuda", setup["local_rank"] % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.transport: Transport | None = None
         self._m2n: M2n | None = None

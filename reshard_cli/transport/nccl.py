@@ -31,7 +31,9 @@ __all__ = ["NcclTransport", "wait_until"]
 _POLL = 0.001  # longest pause, in seconds, between two looks at the GPU
 _CHECK = 0.2  # seconds between two looks at the control plane
 _ABORT = 5.0  # seconds that an abort may take before the process ends without
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# torchrun sets the first to 1 in every worker. By the second torch gives a group no watchdog, which would also have the
+# heartbeat monitor of the process's first group, the trainer's own, end the process on an error of ours
+_OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 def wait_until(done: Callable[[], bool], timeout: float, check: Callable[[], None]) -> bool:
@@ -65,7 +67,7 @@ class _NcclPending:
         work, peers = self._work, ", ".join(str(peer) for peer in self._peers)
         guilty = self._peers[0] if len(self._peers) == 1 else None
         try:
-            work.wait()  # orders the stream; does not block the host
+            work.synchronize()  # orders the stream; does not block the host
             if seconds is None:
                 in_time = wait_until(work.is_completed, self._timeout, self._check)
             else:
@@ -163,30 +165,36 @@ class NcclTransport:
         return _NcclPending(work, peers, self._timeout, self._check)
 
     def close(self) -> None:
-        for group in self._groups:
-            group.shutdown()
+        # not `shutdown`, which waits for peers to do the same: they may be gone, or go on for long
+        self.abort()
 
     def abort(self) -> None:
-        """Abort the communicators, so that no kernel spins on; a thread does it, as NCCL may block in it."""
+        """Abort the communicators, so that no kernel spins on; threads do it, as NCCL may block in it."""
 
-        def run() -> None:
-            for group in self._groups:
-                with contextlib.suppress(RuntimeError):  # the failure itself has been told
-                    group.abort()
+        def run(group: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the failure itself has been told
+                group.abort()
 
-        thread = threading.Thread(target=run, name="aborting", daemon=True)
-        thread.start()
-        thread.join(timeout=_ABORT)
+        # all at once: an abort frees memory, which waits for the kernels of the others
+        groups, self._groups = self._groups, []
+        threads = [threading.Thread(target=run, args=(one,), name="aborting", daemon=True) for one in groups]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _ABORT
+        for thread in threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager
 def _left_to_us() -> Iterator[None]:
-    """Let torch not end the process on an error of a group made inside; who set the variable has it."""
-    if _ERROR_HANDLING in os.environ:
-        yield
-        return
-    os.environ[_ERROR_HANDLING] = "0"
+    """Let torch not end the process on an error of a group made inside."""
+    before = {name: os.environ.get(name) for name in _OURS}
+    os.environ.update(_OURS)
     try:
         yield
     finally:
-        del os.environ[_ERROR_HANDLING]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

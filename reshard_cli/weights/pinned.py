@@ -31,15 +31,16 @@ class PinnedBuffers:
     def __init__(
         self,
         num_bytes: int,
-        mark: Callable[[], Mark],
+        mark: Callable[[torch.device], Mark],
         *,
         pin: bool = True,
         start: Callable[[Tensor, Tensor], None] = _non_blocking,
     ) -> None:
-        """num_bytes: of one buffer. `mark` gives the end of what the current stream was given."""
+        """num_bytes: of one buffer. `mark` gives the end of what a GPU's current stream was given."""
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self._mark, self._start = mark, start
-        self._marks: list[Mark | None] = [None, None]
+        # of each buffer, by direction: copies off the GPU and onto it may be in streams of their own
+        self._marks: list[dict[bool, Mark]] = [{}, {}]
         # what is to be copied out of each buffer once the GPU has filled it
         self._landed: list[list[tuple[Tensor, Tensor]]] = [[], []]
         self._turn = 0
@@ -67,7 +68,7 @@ class PinnedBuffers:
                 self._one(part, piece, out=target.device.type == "cpu")
         for turn in (1 - self._turn, self._turn):
             self._empty(turn, land_only=True)
-        if self._marks[self._turn] is None:
+        if not self._marks[self._turn]:
             self._used = 0
 
     def _one(self, target: Tensor, source: Tensor, *, out: bool) -> None:
@@ -83,7 +84,7 @@ class PinnedBuffers:
         else:
             copy_exact(pinned, source)  # a cast is made here, by the CPU
             self._start(target, pinned)
-        self._marks[self._turn] = self._mark()
+        self._marks[self._turn][out] = self._mark(source.device if out else target.device)
 
     def _next(self) -> None:
         """Go on with the other buffer, once the GPU is done with it."""
@@ -91,14 +92,13 @@ class PinnedBuffers:
         self._empty(self._turn)
 
     def _empty(self, turn: int, *, land_only: bool = False) -> None:
-        mark, landed = self._marks[turn], self._landed[turn]
-        if mark is None or (land_only and not landed):
-            return
-        mark.wait()
+        marks, landed = self._marks[turn], self._landed[turn]
+        for out in (True,) if land_only else (True, False):
+            if out in marks:
+                marks.pop(out).wait()
         for target, pinned in landed:
             copy_exact(target, pinned)
         landed.clear()
-        self._marks[turn] = None
 
 
 def _parts(target: Tensor, source: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaStreams", "HostStreams", "Mark", "Streams", "streams_of"]
+__all__ = ["CudaStreams", "HostStreams", "Mark", "Streams", "mark_on", "settle", "streams_of"]
 
 
 class Mark(Protocol):
@@ -115,6 +115,21 @@ class CudaStreams:
     def end(self) -> None:
         self._pack.synchronize()
         self._unpack.synchronize()
+
+
+def mark_on(device: torch.device) -> Mark:
+    """Return the end of what a device's current stream was given so far, whichever device the staging is on."""
+    if device.type != "cuda":
+        return _Passed()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return _CudaMark(event)
+
+
+def settle(device: torch.device) -> None:
+    """Wait on the host for all that a device was given: others read and write by streams of their own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def streams_of(device: torch.device) -> Streams:

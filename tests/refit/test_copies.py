@@ -7,6 +7,7 @@ import torch
 
 from reshard_cli.refit.copies import Copies
 from reshard_cli.weights.tensors import as_bytes
+from tests.weights.test_pinned import OnGpu
 
 
 def test_neighbours_on_both_sides_are_one_copy():
@@ -52,6 +53,30 @@ def test_neighbours_of_different_dtypes_are_copied_bit_for_bit():
     assert len(copies) == 1
     copies.run()
     assert torch.equal(staging, storage)
+
+
+def test_copies_on_a_gpu_are_batches_of_one_width_and_casts_are_none(monkeypatch):
+    """Before torch 2.11 a batch on a GPU is cast to the dtype of its first target (pytorch issue 173383)."""
+    batches = []
+
+    def fast(targets, sources):
+        assert len({one.dtype for one in (*targets, *sources)}) == 1
+        batches.append(len(targets))
+        for target, source in zip(targets, sources, strict=True):
+            torch.Tensor.copy_(target, source)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", fast)
+    copies = Copies()
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32)
+    targets = [torch.zeros(3, dtype=one).as_subclass(OnGpu) for one in dtypes]
+    for target in targets:
+        copies.add(target, torch.ones(3).as_subclass(OnGpu))
+    same = [torch.zeros(6, dtype=one)[::2].as_subclass(OnGpu) for one in dtypes]
+    for target in same:
+        copies.add(target, torch.ones(3, dtype=target.dtype).as_subclass(OnGpu))
+    copies.run()
+    assert [target.float().tolist() for target in targets + same] == [[1.0] * 3] * 8
+    assert sorted(batches) == [1, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from reshard_cli.errors import DocumentError, TransferError
+from reshard_cli.refit import library
 from reshard_cli.weights.tensors import raw
 from tests.refit.live_jobs import DESTINATIONS, Place, joined_destination, joined_source, run_both, well
 from tests.refit.live_weights import differing, held, poisoned, whole
@@ -175,3 +176,20 @@ def serve_without_double_buffer(place: Place) -> None:
 
 def test_a_destination_without_a_double_buffer_cannot_be_refitted_beside_what_it_does(tmp_path):
     well([one for ranks in run_both(tmp_path, train_slowly, serve_without_double_buffer) for one in ranks])
+
+
+def test_a_refit_beside_training_comes_after_what_the_callers_stream_was_given(monkeypatch):
+    """A thread has a current stream of its own, which knows nothing of the trainer's."""
+    local = threading.local()
+    local.stream = "the trainer's"
+
+    @contextlib.contextmanager
+    def stream(one):
+        local.stream = one
+        yield
+
+    cuda = library.torch.cuda
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "stream", stream)
+    monkeypatch.setattr(cuda, "current_stream", lambda *_: getattr(local, "stream", "the default one"))
+    assert library.Handle(lambda _: cuda.current_stream()).wait() == "the trainer's"

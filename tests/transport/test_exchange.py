@@ -81,12 +81,14 @@ class NcclGroup(Recorder):
 
     def __init__(self, prefix, rank, size, options):
         super().__init__()
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "torch would end the trainer"
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1", "torch would watch the group in a thread"
         self.prefix, self.rank, self.size, self.options = prefix, rank, size, options
         self.connected = self.open = False
         self.left = 2  # looks at the GPU until it is done
         self.ends = True
         self.failure = ""
+        self.aborting = threading.Event()
         NcclGroup.made.append(self)
 
     def eager_connect_single_device(self, device):
@@ -121,17 +123,24 @@ class NcclGroup(Recorder):
         if self.failure and self.left <= 0:
             raise RuntimeError(self.failure)
 
+    def synchronize(self):
+        pass
+
     def is_completed(self):
         self.left -= 1
         return self.ends and self.left <= 0
 
     def abort(self):
         self.calls.append("abort")
+        self.aborting.set()
+        for other in NcclGroup.made:  # memory is freed, which waits for the kernels of all others
+            other.aborting.wait(20)
         if self.failure == "hangs in abort":
             threading.Event().wait(30)
+        self.calls.append("aborted")
 
     def shutdown(self):
-        self.calls.append("shutdown")
+        raise AssertionError("waits for the others to do the same, with no limit; torch 2.6 has none")
 
 
 @pytest.fixture(name="make_nccl")
@@ -181,8 +190,9 @@ def test_nccl_has_a_communicator_of_all_ranks_and_one_of_each_domain_with_its_ra
     assert groups[0].calls == ["start", ("send", 0, 5), "end"]
     assert groups[1].calls == ["start", ("send", 2, 6), ("recv", 0, 7), "end"]
     transport.close()
-    assert [one.calls[-1] for one in groups] == ["shutdown", "shutdown"]
+    assert [one.calls[-1] for one in groups] == ["aborted", "aborted"]
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def test_a_rank_alone_in_its_domain_makes_no_communicator_for_it(make_nccl):
@@ -229,13 +239,18 @@ def test_messages_that_complete_by_failing_are_a_failure(make_nccl):
 
 def test_an_abort_reaches_every_communicator_and_does_not_block(make_nccl, monkeypatch):
     transport, groups = make_nccl(domains=[0, 0, 1, 1])
-    transport.abort()
-    assert [one.calls for one in groups] == [["abort"], ["abort"]]
     groups[0].failure = "hangs in abort"
-    monkeypatch.setattr(nccl, "_ABORT", 0.05)
+    monkeypatch.setattr(nccl, "_ABORT", 0.5)
     transport.abort()
-    assert groups[0].calls == ["abort", "abort"]
-    assert groups[1].calls == ["abort"]
+    assert [one.calls for one in groups] == [["abort"], ["abort", "aborted"]]
+
+
+def test_what_torchrun_says_of_errors_does_not_hold_for_our_groups_and_is_left_as_it_was(
+    make_nccl, monkeypatch
+):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    make_nccl()  # the group holds it against what it has to be
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 @pytest.mark.parametrize(

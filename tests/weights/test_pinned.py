@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from reshard_cli.refit import executor
 from reshard_cli.refit.copies import Copies
+from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.weights.pinned import PinnedBuffers
+from reshard_cli.weights.streams import streams_of
 
 
 class LateGpu:
@@ -21,7 +25,7 @@ class LateGpu:
     def start(self, target, source):
         self.queue.append((target, source))
 
-    def mark(self):
+    def mark(self, *_):
         gpu, count = self, len(self.queue)
 
         class Mark:
@@ -82,6 +86,68 @@ def test_every_copy_arrives_though_the_gpu_is_late_and_the_buffers_are_small(out
                 assert torch.equal(target, source.to(target.dtype))
         waits += gpu.waits
     assert waits > 100
+
+
+class GpuOfStreams:
+    """Streams whose copies run only when an event behind them is waited for."""
+
+    def __init__(self):
+        self.streams, self.current = {"pack": [], "unpack": []}, "pack"
+
+    def start(self, target, source):
+        self.streams[self.current].append((target, source))
+
+    def catch_up(self, name):
+        for target, source in self.streams[name]:
+            torch.Tensor.copy_(target, source)
+        self.streams[name].clear()
+
+    def mark(self, *_):
+        gpu, name = self, self.current
+
+        class Mark:
+            def wait(self):
+                gpu.catch_up(name)
+
+        return Mark()
+
+
+def test_a_buffer_is_not_filled_again_before_both_streams_are_done_with_it():
+    gpu = GpuOfStreams()
+    buffers = PinnedBuffers(1024, gpu.mark, pin=False, start=gpu.start)
+    first, second, folder = (torch.zeros(4) for _ in range(3))
+    buffers.run([(first.as_subclass(OnGpu), torch.full((4,), 1.0))])  # packs a round
+    gpu.current = "unpack"
+    buffers.run([(folder, torch.full((4,), 2.0).as_subclass(OnGpu))])  # unpacks the one before
+    gpu.current = "pack"
+    buffers.run([(second.as_subclass(OnGpu), torch.full((4,), 3.0))])  # packs the next
+    gpu.catch_up("pack")
+    assert (first.tolist(), folder.tolist(), second.tolist()) == ([1.0] * 4, [2.0] * 4, [3.0] * 4)
+
+
+def test_the_gpu_is_waited_for_where_the_staging_is_on_the_cpu(monkeypatch):
+    """Backend gloo between live tensors on GPUs: the messages leave from the CPU."""
+    late = LateGpu()
+    devices = []
+
+    def mark(device):
+        devices.append(device)
+        return late.mark()
+
+    monkeypatch.setattr(executor, "mark_on", mark)
+
+    class Unpinned(PinnedBuffers):
+        def __init__(self, num_bytes, mark):
+            super().__init__(num_bytes, mark, pin=False, start=late.start)
+
+    monkeypatch.setattr(executor, "PinnedBuffers", Unpinned)
+    one = object.__new__(RankExecutor)
+    one._pinned, one.peak_staging_bytes = None, 0
+    one.plan, one.streams = SimpleNamespace(staging=1 << 20), streams_of(torch.device("cpu"))
+    arena = torch.zeros(4)
+    one._pinned_buffers().run([(arena, torch.arange(4.0).as_subclass(OnGpu))])
+    assert arena.tolist() == [0, 1, 2, 3]
+    assert devices == [torch.device("cuda", 0)]
 
 
 def test_the_buffers_stay_within_the_room_that_they_are_given():
