@@ -24,7 +24,7 @@ class DistinctBoxes:
 
 
 def distinct_boxes(
-    parts: Sequence[Holdings], known: dict[tuple[bytes, bytes], DistinctBoxes] | None = None
+    parts: Sequence[Holdings], known: dict[tuple[str, bytes, bytes], DistinctBoxes] | None = None
 ) -> DistinctBoxes:
     """Return the distinct boxes of one tensor; several holdings are those of the tensor and its aliases.
 
@@ -48,7 +48,8 @@ def distinct_boxes(
     ranks = [tuple(everyone[a:b]) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
     if known is None:
         return DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
-    key = (unique_lo.tobytes(), unique_hi.tobytes())
+    # the shape, too: a scalar's box and no boxes have no bytes
+    key = (repr(unique_lo.shape), unique_lo.tobytes(), unique_hi.tobytes())
     if key not in known:
         known[key] = DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
     same = known[key]

@@ -50,7 +50,7 @@ class JobLayout:
     stages: Stages
     digest: str = field(default="", repr=False)
     _distinct: dict[tuple[int, ...], DistinctBoxes] = field(default_factory=dict, repr=False)
-    _boxes: dict[tuple[bytes, bytes], DistinctBoxes] = field(default_factory=dict, repr=False)
+    _boxes: dict[tuple[str, bytes, bytes], DistinctBoxes] = field(default_factory=dict, repr=False)
     _scaled: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def distinct_boxes(self, geometries: tuple[int, ...]) -> DistinctBoxes:

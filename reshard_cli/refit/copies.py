@@ -84,10 +84,12 @@ class Copies:
             self._run = None
         assignments = map(setitem, self._array_targets, repeat(Ellipsis), self._array_sources)
         deque(assignments, maxlen=0)  # runs them all
-        for targets, sources in self._batches.values():
-            torch._foreach_copy_(targets, sources)
-        for target, source in self._casts:
-            target.copy_(source)
+        if self._batches or self._casts:
+            with torch.inference_mode():  # where tensors may be written that were made under it
+                for targets, sources in self._batches.values():
+                    torch._foreach_copy_(targets, sources)
+                for target, source in self._casts:
+                    target.copy_(source)
         if self._pinned is not None and self._across:
             self._pinned.run(self._across)
 

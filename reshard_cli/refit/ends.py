@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reshard_cli.errors import TransferError
+from reshard_cli.errors import TransferError, WeightsError
 from reshard_cli.layout.job import JobLayout
 from reshard_cli.layout.storage import RankStorage, rank_storages
 from reshard_cli.plan.build import Plan
@@ -22,6 +22,7 @@ from reshard_cli.refit.endpoints import Destination, open_source
 from reshard_cli.weights.live import Hooks, LiveTensors, place_of, snapshot
 from reshard_cli.weights.quantise import QuantisingSource, made_of
 from reshard_cli.weights.rank_folder import PendingFolder
+from reshard_cli.weights.sharing import sharing_faults
 from reshard_cli.weights.streams import settle
 from reshard_cli.weights.tensors import torch_dtype
 from reshard_cli.weights.windows import Source, StorageWindows
@@ -277,6 +278,7 @@ class LiveEnd:
         self._live, self._allow_extra, self._double = live, allow_extra, double_buffer
         self._hooks = hooks or Hooks()
         self._place: tuple[object, ...] | None = None
+        self._unshared: tuple[object, ...] | None = None  # a place of which that was found
         self._tensors: dict[str, Tensor] = {}
         self._shadow: Destination | None = None
         self._filled: Destination | None = None
@@ -303,7 +305,15 @@ class LiveEnd:
         """Return the engine's own tensors, held against the documents."""
         others = {one.name for one in for_loader}
         own = [one for one in self._storages.of(plan.destination, rank) if one.name not in others]
-        return self._live.held(f"{plan.destination.name} {rank}", own, allow_extra=self._allow_extra)
+        who = f"{plan.destination.name} {rank}"
+        held = self._live.held(who, own, allow_extra=self._allow_extra)
+        place = place_of(held)
+        if place != self._unshared:
+            faults = sharing_faults(own, held)
+            if faults:
+                raise WeightsError("\n".join(f"{who}: {one}" for one in faults[:12]))
+            self._unshared = place
+        return held
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         storages = self._storages.of(plan.destination, rank)

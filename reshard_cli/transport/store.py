@@ -120,8 +120,14 @@ def connect_store(host: str, port: int, timeout: float, *, serve: bool = False) 
 
 def serve_store(listening: int, port: int, timeout: float) -> Store:
     """Serve a store on this machine over a socket that already listens (its file descriptor)."""
-    inner = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False,
-        master_listen_fd=listening,
-    )  # fmt: skip
-    return TorchStore(inner)
+
+    def served(**more: Any) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False,
+            master_listen_fd=listening, **more,
+        )  # fmt: skip
+
+    try:
+        return TorchStore(served())
+    except RuntimeError:  # the libuv server of torch 2.6 takes no socket that listens already
+        return TorchStore(served(use_libuv=False))

@@ -19,6 +19,7 @@ from torch import Tensor
 from reshard_cli.errors import DocumentError, WeightsError, listed
 from reshard_cli.layout.storage import RankStorage
 from reshard_cli.spec.names import normalise
+from reshard_cli.weights.sharing import memory_fault
 
 __all__ = ["Bindable", "Hooks", "LiveEndpoint", "LiveTensors", "place_of", "snapshot"]
 
@@ -81,6 +82,8 @@ class LiveTensors:
                     f"{who}: live tensor {storage.name!r} is {real[0]}{real[1]}, "
                     f"the document says {storage.dtype}{list(storage.shape)}"
                 )
+            elif (fault := memory_fault(tensor)) is not None:
+                lines.append(f"{who}: live tensor {storage.name!r} {fault}")
         if lines:
             more = [f"… and {len(lines) - 12} more lines"] if len(lines) > 12 else []
             raise WeightsError("\n".join(lines[:12] + more))
@@ -108,14 +111,18 @@ def place_of(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
 
 
 def snapshot(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return copies of tensors, in the memory of an earlier snapshot where it fits."""
+    """Return copies of tensors, in the memory of an earlier snapshot where it fits. Raises WeightsError."""
     copies = {}
     for name, tensor in tensors.items():
+        fault = memory_fault(tensor)
+        if fault is not None:
+            raise WeightsError(f"live tensor {name!r} {fault}")
         known = None if into is None else into.get(name)
         wanted = (tensor.shape, tensor.dtype, tensor.device)
         if known is None or (known.shape, known.dtype, known.device) != wanted:
             known = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        known.copy_(tensor)
+        with torch.inference_mode():  # where tensors may be written that were made under it
+            known.copy_(tensor)
         copies[name] = known
     return copies
 

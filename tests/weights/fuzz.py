@@ -313,7 +313,7 @@ def subject_of(kind: str, folder: Path) -> Subject:
         return Subject(
             target, plan, "rank-00000.safetensors", [*PLAIN, broken_header, broken_header, broken_header]
         )
-    dcp.save({"model": dict(TENSORS), "step": 3}, checkpoint_id=target, no_dist=True)
+    dcp.save({"model": dict(TENSORS), "step": 3}, checkpoint_id=target)
     if kind == "dcp-metadata":
         return Subject(
             target,

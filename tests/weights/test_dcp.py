@@ -116,7 +116,7 @@ def plan_of(folder: Path, tmp_path: Path):
 
 
 def save(folder: Path, state: object) -> Path:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=folder)
     return folder
 
 
