@@ -70,10 +70,10 @@ class BenchSide:
         self.control, self.jobs, self.topology, self.options = control, jobs, topology, options
         self.device, self.key = device, key
         self.plans: dict[Mode, Plan] = {}
-        for mode in modes:
+        for mode in modes:  # each by itself, so that its digest is that of `plan` and `refit`
             self.plans[mode] = build_plan(
                 jobs.source, jobs.destination, topology, mode,
-                staging=options.staging, allow_extra=options.allow_extra, known=self.plans.values(),
+                staging=options.staging, allow_extra=options.allow_extra,
             )  # fmt: skip
         self.destination: Destination | None = None
         self.executors: Mapping[Mode, RankExecutor] = {}

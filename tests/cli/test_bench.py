@@ -33,6 +33,8 @@ def test_it_measures_every_mode_and_reports_the_contracts_fields(tmp_path):
         assert one["ratio_to_limit"] > 0
         assert one["speedup_over_broadcast"] > 0
         assert one["verified_elements"] == 60510208
+        plan = run_cli("plan", TRAIN, INFER, "--mode", one["mode"], "--json", "-")
+        assert one["digest"] == json.loads(plan.stdout)["digest"], "it does not depend on the other modes"
     assert report["network_lower_bound_of_a_domain"] == {
         "take": 60467200,
         "send": 30234112,  # the last stage, which has the final norm more
