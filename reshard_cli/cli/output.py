@@ -22,6 +22,18 @@ def check_files(files: Mapping[str, str | None]) -> None:
     printed = [flag for flag, file in files.items() if file == "-"]
     if len(printed) > 1:
         raise DocumentError(f"{' and '.join(printed)}: only one of them can have standard output")
+    by_path: dict[str, list[str]] = {}
+    for flag, file in files.items():
+        if file not in (None, "-") and not _is_device(str(file)):
+            by_path.setdefault(os.path.realpath(str(file)), []).append(flag)
+    for path, flags in by_path.items():
+        if len(flags) > 1:
+            raise DocumentError(f"{' and '.join(flags)}: both would write {path}")
+
+
+def _is_device(file: str) -> bool:
+    path = Path(file)
+    return path.exists() and not path.is_file()
 
 
 def _check_file(file: str, flag: str) -> None:

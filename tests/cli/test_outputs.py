@@ -29,6 +29,15 @@ def test_only_one_report_can_have_standard_output(command):
     assert done.stderr == "error: --json and --html: only one of them can have standard output\n"
 
 
+@pytest.mark.parametrize("command", ["plan", "refit", "bench"])
+def test_two_reports_are_not_one_file(command, tmp_path):
+    file, same = tmp_path / "report", f"{tmp_path}/../{tmp_path.name}/report"
+    done = run_cli(command, TRAIN, INFER, "--json", file, "--html", same)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: --json and --html: both would write {file}\n"
+    assert run_cli("plan", TRAIN, INFER, "--json", "/dev/null", "--html", "/dev/null").returncode == 0
+
+
 def test_metrics_are_a_file():
     done = run_cli("refit", TRAIN, INFER, "--metrics", "-")
     assert (done.returncode, done.stdout) == (2, "")
