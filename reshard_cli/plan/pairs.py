@@ -67,6 +67,11 @@ def pair_tensors(
     if unasked and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
         lines.append(f"the destination has no place for {listed(unasked)}{mend}")
+        tied = [name for name in unasked if name in {tensor.name for tensor in destination.tensors}]
+        if tied:
+            lines.append(
+                f"{', '.join(tied[:8])}: tied (alias) in the destination's document alone; tie it in the source's, too"
+            )
     if lines:
         raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
     pairs, faults = [], []

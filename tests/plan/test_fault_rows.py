@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from reshard_cli.errors import DocumentError, WeightsError
 from reshard_cli.plan.build import build_plan
@@ -192,6 +193,16 @@ def test_a_prefix_on_one_side_needs_a_rename_rule_and_else_both_lists_are_shown(
         tmp_path, ["language_model.a.w", "b.w"], ["a.w", "b.w"], rename={"language_model.*": "*"}
     )
     assert len(plan_of(read_jobs(*paths)).pairs) == 2
+
+
+def test_a_tie_that_only_the_destination_declares_is_told(tmp_path):
+    source, destination = two_models(tmp_path, ["a.w", "b.w"], ["a.w", "b.w"])
+    tied = yaml.safe_load(destination.read_text()) | {"alias": {"b.w": "a.w"}}
+    write_yaml(destination, tied)
+    with pytest.raises(WeightsError, match=r"b\.w: tied \(alias\) in the destination's document alone"):
+        plan_of(read_jobs(source, destination))
+    write_yaml(source, yaml.safe_load(source.read_text()) | {"alias": {"b.w": "a.w"}})
+    assert len(plan_of(read_jobs(source, destination)).pairs) == 1
 
 
 def test_a_destination_tensor_without_an_origin_fails_and_one_too_many_only_unless_allowed(tmp_path):
