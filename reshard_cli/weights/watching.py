@@ -27,6 +27,7 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._given: set[tuple[str, int]] = set()
+        self._contents: set[tuple[int, ...]] = set()
         self._count = 0
 
     def next(self) -> Checkpoint | None:
@@ -35,18 +36,37 @@ class Watched:
             return None
         found = []
         for path in self._folder.iterdir():
-            if path.name.startswith(".") or not path.is_dir():
-                continue
-            key = (path.name, path.stat().st_ino)
+            try:
+                if path.name.startswith(".") or not path.is_dir() or self._is_pointer(path):
+                    continue
+                key = (path.name, path.stat().st_ino)
+            except FileNotFoundError:
+                continue  # taken away meanwhile
             if key not in self._given:
                 numbers = re.findall(r"\d+", path.name)
                 found.append((int(numbers[-1]) if numbers else None, path.name, path, key))
         for number, _, path, key in sorted(found, key=lambda one: (one[0] is None, one[0] or 0, one[1])):
             if is_complete(path):
+                try:
+                    content = (key[1], *_times(path))
+                except FileNotFoundError:
+                    continue
                 self._given.add(key)
+                if content in self._contents:
+                    continue  # it got another name
+                self._contents.add(content)
                 self._count += 1
                 return Checkpoint(path, self._count if number is None else number)
         return None
+
+    def _is_pointer(self, path: Path) -> bool:
+        """Say whether it is a link, as `latest`, to a checkpoint that is found by its own name."""
+        return path.is_symlink() and path.resolve().parent == self._folder.resolve()
+
+
+def _times(folder: Path) -> list[int]:
+    """Return when each file was written: folders that are made anew may have an earlier one's number."""
+    return sorted(file.stat().st_mtime_ns for file in folder.iterdir() if file.is_file())
 
 
 def is_complete(folder: Path) -> bool:

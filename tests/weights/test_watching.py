@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from reshard_cli.weights import watching
 from reshard_cli.weights.watching import Watched, is_complete
 
 
@@ -63,3 +64,34 @@ def test_each_complete_checkpoint_comes_once_lower_numbers_first(tmp_path):
     late = watched.next()
     assert late is not None
     assert late.version == 2
+
+
+def test_a_link_to_a_checkpoint_and_another_name_of_one_are_no_checkpoints_of_their_own(tmp_path):
+    runs = tmp_path / "runs"
+    watched = Watched(runs)
+    first = write(runs / "tmp-step-1", ["model.safetensors"])
+    (runs / "latest").symlink_to(first.name)
+    found = watched.next()
+    assert found is not None
+    assert found.path.name == "tmp-step-1"
+    assert watched.next() is None
+    first.rename(runs / "step-1")
+    (runs / "latest").unlink()
+    (runs / "latest").symlink_to("step-1")
+    assert watched.next() is None
+    elsewhere = write(tmp_path / "elsewhere" / "step-2", ["model.safetensors"])
+    (runs / "step-2").symlink_to(elsewhere)
+    found = watched.next()
+    assert found is not None
+    assert (found.path.name, found.version) == ("step-2", 2)
+
+
+def test_what_goes_away_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
+    write(tmp_path / "step-1", ["model.safetensors"])
+
+    def gone(_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(watching, "_times", gone)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert Watched(tmp_path).next() is None
