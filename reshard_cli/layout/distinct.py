@@ -10,7 +10,9 @@ import numpy as np
 from reshard_cli.layout.boxes import Intervals, Ints, make_disjoint, unique_boxes
 from reshard_cli.layout.holdings import Holdings
 
-__all__ = ["DistinctBoxes", "distinct_boxes"]
+__all__ = ["BoxKey", "DistinctBoxes", "distinct_boxes"]
+
+BoxKey = tuple[tuple[int, ...], bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class DistinctBoxes:
 
 
 def distinct_boxes(
-    parts: Sequence[Holdings], known: dict[tuple[str, bytes, bytes], DistinctBoxes] | None = None
+    parts: Sequence[Holdings], known: dict[BoxKey, DistinctBoxes] | None = None
 ) -> DistinctBoxes:
     """Return the distinct boxes of one tensor; several holdings are those of the tensor and its aliases.
 
@@ -49,7 +51,7 @@ def distinct_boxes(
     if known is None:
         return DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
     # the shape, too: a scalar's box and no boxes have no bytes
-    key = (repr(unique_lo.shape), unique_lo.tobytes(), unique_hi.tobytes())
+    key: BoxKey = (unique_lo.shape, unique_lo.tobytes(), unique_hi.tobytes())
     if key not in known:
         known[key] = DistinctBoxes(unique_lo, unique_hi, ranks, Intervals.of(unique_lo, unique_hi))
     same = known[key]

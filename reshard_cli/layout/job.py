@@ -15,7 +15,7 @@ from reshard_cli.errors import DocumentError, Problem, WeightsError
 from reshard_cli.layout.boxes import disjoint
 from reshard_cli.layout.casts import Casts
 from reshard_cli.layout.digest import layout_digest
-from reshard_cli.layout.distinct import DistinctBoxes, distinct_boxes
+from reshard_cli.layout.distinct import BoxKey, DistinctBoxes, distinct_boxes
 from reshard_cli.layout.held import HeldTensor
 from reshard_cli.layout.holdings import (
     Holdings,
@@ -50,7 +50,7 @@ class JobLayout:
     stages: Stages
     digest: str = field(default="", repr=False)
     _distinct: dict[tuple[int, ...], DistinctBoxes] = field(default_factory=dict, repr=False)
-    _boxes: dict[tuple[str, bytes, bytes], DistinctBoxes] = field(default_factory=dict, repr=False)
+    _boxes: dict[BoxKey, DistinctBoxes] = field(default_factory=dict, repr=False)
     _scaled: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def distinct_boxes(self, geometries: tuple[int, ...]) -> DistinctBoxes:

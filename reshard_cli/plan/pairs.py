@@ -67,7 +67,8 @@ def pair_tensors(
     if unasked and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
         lines.append(f"the destination has no place for {listed(unasked)}{mend}")
-        tied = [name for name in unasked if name in {tensor.name for tensor in destination.tensors}]
+        known = {tensor.name for tensor in destination.tensors}
+        tied = [name for name in unasked if name in known]
         if tied:
             lines.append(
                 f"{', '.join(tied[:8])}: tied (alias) in the destination's document alone; tie it in the source's, too"

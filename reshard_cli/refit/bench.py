@@ -17,7 +17,7 @@ from reshard_cli.plan.bound import domain_bound
 from reshard_cli.plan.topology import Topology
 from reshard_cli.refit.bench_result import BenchOptions, BenchResult, ModeResult
 from reshard_cli.refit.bench_side import BenchSide, Together, busiest_bytes
-from reshard_cli.refit.environment import describe_environment
+from reshard_cli.refit.environment import describe_environment, own_device
 from reshard_cli.refit.joining import join
 from reshard_cli.refit.prepare import Jobs, RefitOptions
 from reshard_cli.refit.ranked import run_ranked
@@ -63,10 +63,7 @@ class _BenchRank:
         self.undo = undo
         self.control, self.jobs, self.topology = control, jobs, topology
         self.options, self.bench, self.setup = options, bench, setup
-        self.device = torch.device("cpu")
-        if setup["backend"] == "nccl":
-            self.device = torch.device("cuda", setup["local_rank"] % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+        self.device = own_device(setup)
         self.transport: Transport | None = None
 
     def run(self, progress: Callable[[str], None]) -> BenchResult | None:

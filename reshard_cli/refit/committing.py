@@ -26,7 +26,6 @@ _COMMITTED, _UNKNOWN = 1, 2
 _REASON = 8.0  # seconds for another rank to say why it gave a version up
 # seconds for another rank to answer: whoever is cut off from the store notices it as long after as this one did
 _ANSWER = 3.0
-_CPU = torch.device("cpu")
 
 
 def commit(
@@ -36,7 +35,7 @@ def commit(
     end: DestinationEnd | None,
     version: int,
     *,
-    device: torch.device = _CPU,
+    device: torch.device,
     applied: Callable[[], None] = lambda: None,
 ) -> None:
     """Commit the version when every rank is here, which says that it has all of it.

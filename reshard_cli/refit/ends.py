@@ -287,7 +287,14 @@ class LiveEnd:
         self._who, self._rank = "", 0
 
     def check(self, plan: Plan, rank: int) -> None:
-        self._held(plan, rank, self._for_loader(plan, rank))
+        held = self._held(plan, rank, self._for_loader(plan, rank))
+        place = place_of(held)
+        if place != self._unshared:
+            own = [one for one in self._storages.of(plan.destination, rank) if one.name in held]
+            faults = sharing_faults(own, held)
+            if faults:
+                raise WeightsError("\n".join(f"{plan.destination.name} {rank}: {one}" for one in faults[:12]))
+            self._unshared = place
 
     def _for_loader(self, plan: Plan, rank: int) -> list[RankStorage]:
         """Return the storages that the engine does not have by name, and that its own loader takes."""
@@ -305,15 +312,7 @@ class LiveEnd:
         """Return the engine's own tensors, held against the documents."""
         others = {one.name for one in for_loader}
         own = [one for one in self._storages.of(plan.destination, rank) if one.name not in others]
-        who = f"{plan.destination.name} {rank}"
-        held = self._live.held(who, own, allow_extra=self._allow_extra)
-        place = place_of(held)
-        if place != self._unshared:
-            faults = sharing_faults(own, held)
-            if faults:
-                raise WeightsError("\n".join(f"{who}: {one}" for one in faults[:12]))
-            self._unshared = place
-        return held
+        return self._live.held(f"{plan.destination.name} {rank}", own, allow_extra=self._allow_extra)
 
     def begin(self, plan: Plan, rank: int, version: int, device: torch.device) -> tuple[Destination, object]:
         storages = self._storages.of(plan.destination, rank)

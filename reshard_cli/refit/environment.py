@@ -1,4 +1,4 @@
-"""What a report says about where it ran, and which machine or NVLink fabric a rank is on."""
+"""What a report says about where it ran, which machine or NVLink fabric a rank is on, and which device it has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from reshard_cli import __version__
 
-__all__ = ["describe_environment", "fabric_of", "machine_place"]
+__all__ = ["describe_environment", "fabric_of", "machine_place", "own_device"]
 
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
@@ -34,6 +34,15 @@ def describe_environment(backend: str) -> dict[str, Any]:
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def own_device(setup: dict[str, Any]) -> torch.device:
+    """Return this rank's device, and make a GPU the current one: of those that the process sees, perhaps only one."""
+    if setup["backend"] != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", setup["local_rank"] % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def machine_place(local_rank: int) -> str:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from reshard_cli.errors import VerifyError
 from reshard_cli.plan.build import Plan
 from reshard_cli.plan.entries import DOMAIN, NETWORK
@@ -23,6 +21,7 @@ from reshard_cli.refit.clock import Clock
 from reshard_cli.refit.committing import commit
 from reshard_cli.refit.endpoints import Destination, state_dict_of
 from reshard_cli.refit.ends import DestinationEnd, SourceEnd
+from reshard_cli.refit.environment import own_device
 from reshard_cli.refit.executor import RankExecutor
 from reshard_cli.refit.m2n import carry
 from reshard_cli.refit.prepare import RefitOptions
@@ -73,10 +72,7 @@ class Pair:
         self.source_end = None if self.source_rank is None else source
         self.end = None if self.destination_rank is None else destination
         self.truth = truth
-        self.device = torch.device("cpu")
-        if setup["backend"] == "nccl":
-            self.device = torch.device("cuda", setup["local_rank"] % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+        self.device = own_device(setup)
         self.transport: Transport | None = None
         self._m2n: M2n | None = None
         self.compared = self.compared_by_all = 0  # elements; the second is known on rank 0
@@ -151,14 +147,9 @@ class Pair:
                 if self.end is not None:
                     self.end.prepare(version)
                 commit(
-                    self.control,
-                    self.transport,
-                    self.plan.topology,
-                    self.end,
-                    version,
-                    device=self.device,
-                    applied=self._applied,
-                )
+                    self.control, self.transport, self.plan.topology, self.end, version,
+                    device=self.device, applied=self._applied,
+                )  # fmt: skip
         except BaseException:
             if self.end is not None and self.end.version != version:
                 self.end.discard()

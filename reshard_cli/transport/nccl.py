@@ -66,18 +66,15 @@ class _NcclPending:
             return
         work, peers = self._work, ", ".join(str(peer) for peer in self._peers)
         guilty = self._peers[0] if len(self._peers) == 1 else None
+        limit, check = (self._timeout, self._check) if seconds is None else (seconds, lambda: None)
         try:
             work.synchronize()  # orders the stream; does not block the host
-            if seconds is None:
-                in_time = wait_until(work.is_completed, self._timeout, self._check)
-            else:
-                in_time = wait_until(work.is_completed, seconds, lambda: None)
+            in_time = wait_until(work.is_completed, limit, check)
             if in_time:
                 work.wait()  # raises where it completed by failing
         except RuntimeError as error:
             raise PeerLostError(f"exchanging with ranks {peers}: {first_line(error)}", guilty) from error
         if not in_time:
-            limit = self._timeout if seconds is None else seconds
             raise PeerLostError(f"exchanging with ranks {peers}: not done in {limit:g} s", guilty)
         self._work = None
 

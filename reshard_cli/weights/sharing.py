@@ -7,6 +7,7 @@ same memory, as tied parameters are, end with the values of whichever comes last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +25,8 @@ def memory_fault(tensor: Tensor) -> str | None:
         return "has no memory: it is on the meta device"
     if tensor.numel() == 0:
         return None
-    reach = (tensor.storage_offset() + _span(tensor)) * tensor.element_size()
+    span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
+    reach = (tensor.storage_offset() + span) * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
     return None if there >= reach else f"has {there} bytes of memory, and needs {reach}: was it freed?"
 
@@ -94,26 +96,20 @@ def _tied(one: RankStorage, first: Tensor, other: RankStorage, second: Tensor) -
 def _share(first: Tensor, second: Tensor) -> bool:
     """Say whether two tensors have a byte in common; nothing is read, so they may be on a GPU."""
     try:
-        share = np.shares_memory(_Bytes(first).array, _Bytes(second).array, max_work=_HARD)  # type: ignore[arg-type]
+        share = np.shares_memory(_place(first), _place(second), max_work=_HARD)  # type: ignore[arg-type]
         return bool(share)
     except np.exceptions.TooHardError:
         return True
 
 
-class _Bytes:
-    """A tensor's place in memory as an array that is never read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for step in tensor.stride()),
-            "typestr": f"|V{size}",
-        }
-
-    @property
-    def array(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-        """The array."""
-        return np.asarray(self)
+def _place(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    """Return a tensor's place in memory as an array that is never read."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * size for step in tensor.stride()),
+        "typestr": f"|V{size}",
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

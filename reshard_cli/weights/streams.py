@@ -108,21 +108,17 @@ class CudaStreams:
         return self._on(self._unpack, after)
 
     def mark(self) -> Mark:
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._device))
-        return _CudaMark(event)
+        return mark_on(self._device, self._cuda)
 
     def end(self) -> None:
         self._pack.synchronize()
         self._unpack.synchronize()
 
 
-def mark_on(device: torch.device) -> Mark:
-    """Return the end of what a device's current stream was given so far, whichever device the staging is on."""
-    if device.type != "cuda":
-        return _Passed()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+def mark_on(device: torch.device, cuda: Any = torch.cuda) -> Mark:
+    """Return the end of what a GPU's current stream was given so far, whichever device the staging is on."""
+    event = cuda.Event()
+    event.record(cuda.current_stream(device))
     return _CudaMark(event)
 
 

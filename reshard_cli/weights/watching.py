@@ -61,7 +61,10 @@ class Watched:
 
     def _is_pointer(self, path: Path) -> bool:
         """Say whether it is a link, as `latest`, to a checkpoint that is found by its own name."""
-        return path.is_symlink() and path.resolve().parent == self._folder.resolve()
+        if not path.is_symlink():
+            return False
+        target = path.resolve()
+        return target.parent == self._folder.resolve() and not target.name.startswith(".")
 
 
 def _times(folder: Path) -> list[int]:

@@ -16,30 +16,36 @@ from reshard_cli.weights.streams import streams_of
 
 
 class LateGpu:
-    """Runs copies only when a mark behind them is waited for, or at the very end."""
+    """Runs a stream's copies only when a mark behind them is waited for, or at the very end."""
 
     def __init__(self):
-        self.queue = []
+        self.streams = {"pack": [], "unpack": []}
+        self.current = "pack"
         self.waits = 0
+
+    @property
+    def queue(self):
+        return self.streams[self.current]
 
     def start(self, target, source):
         self.queue.append((target, source))
 
     def mark(self, *_):
-        gpu, count = self, len(self.queue)
+        gpu, queue, count = self, self.queue, len(self.queue)
 
         class Mark:
             def wait(self):
                 gpu.waits += 1
-                gpu.catch_up(count)
+                gpu.catch_up(count, queue)
 
         return Mark()
 
-    def catch_up(self, count):
-        for index, copy in enumerate(self.queue[:count]):
+    def catch_up(self, count, queue=None):
+        queue = self.queue if queue is None else queue
+        for index, copy in enumerate(queue[:count]):
             if copy is not None:
-                copy[0].copy_(copy[1])
-                self.queue[index] = None
+                torch.Tensor.copy_(*copy)
+                queue[index] = None
 
 
 class OnGpu(torch.Tensor):
@@ -88,32 +94,8 @@ def test_every_copy_arrives_though_the_gpu_is_late_and_the_buffers_are_small(out
     assert waits > 100
 
 
-class GpuOfStreams:
-    """Streams whose copies run only when an event behind them is waited for."""
-
-    def __init__(self):
-        self.streams, self.current = {"pack": [], "unpack": []}, "pack"
-
-    def start(self, target, source):
-        self.streams[self.current].append((target, source))
-
-    def catch_up(self, name):
-        for target, source in self.streams[name]:
-            torch.Tensor.copy_(target, source)
-        self.streams[name].clear()
-
-    def mark(self, *_):
-        gpu, name = self, self.current
-
-        class Mark:
-            def wait(self):
-                gpu.catch_up(name)
-
-        return Mark()
-
-
 def test_a_buffer_is_not_filled_again_before_both_streams_are_done_with_it():
-    gpu = GpuOfStreams()
+    gpu = LateGpu()
     buffers = PinnedBuffers(1024, gpu.mark, pin=False, start=gpu.start)
     first, second, folder = (torch.zeros(4) for _ in range(3))
     buffers.run([(first.as_subclass(OnGpu), torch.full((4,), 1.0))])  # packs a round
@@ -121,7 +103,7 @@ def test_a_buffer_is_not_filled_again_before_both_streams_are_done_with_it():
     buffers.run([(folder, torch.full((4,), 2.0).as_subclass(OnGpu))])  # unpacks the one before
     gpu.current = "pack"
     buffers.run([(second.as_subclass(OnGpu), torch.full((4,), 3.0))])  # packs the next
-    gpu.catch_up("pack")
+    gpu.catch_up(len(gpu.queue))
     assert (first.tolist(), folder.tolist(), second.tolist()) == ([1.0] * 4, [2.0] * 4, [3.0] * 4)
 
 

@@ -79,6 +79,10 @@ def test_a_link_to_a_checkpoint_and_another_name_of_one_are_no_checkpoints_of_th
     (runs / "latest").unlink()
     (runs / "latest").symlink_to("step-1")
     assert watched.next() is None
+    (runs / "step-7").symlink_to(write(runs / ".data", ["model.safetensors"]).name)
+    found = watched.next()
+    assert found is not None, "nothing else leads to what is hidden"
+    assert (found.path.name, found.version) == ("step-7", 7)
     elsewhere = write(tmp_path / "elsewhere" / "step-2", ["model.safetensors"])
     (runs / "step-2").symlink_to(elsewhere)
     found = watched.next()
