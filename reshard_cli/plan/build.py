@@ -95,7 +95,8 @@ def build_plan(
 
     m2n: NCCL M2N carries what it can of the reshard route; its buffer is taken from the staging.
 
-    `known` plans of the same jobs and topology lend what they found, all of it where the routes are the same.
+    `known` plans of the same jobs and topology lend what they found, all of it where the routes are the same. Sets of
+    ranks keep the numbers that they have there: the plan moves the same, but has another digest than one made alone.
     Raises WeightsError where the two sides' tensors do not fit together, DocumentError where the staging
     is too small for a single round.
     """

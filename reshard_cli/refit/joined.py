@@ -241,6 +241,17 @@ class Joined:
             with contextlib.suppress(TransferError):  # a gate that is lost has nobody to tell
                 control.fail(error)
 
+    def exit_code(self, error: ReshardError) -> int:
+        """Return the exit code of the job's first failure, that of all its ranks, after this one has told its own.
+
+        Another rank's own affair comes back from the other job as the transfer's failure, perhaps before that rank ends.
+        """
+        with contextlib.suppress(TransferError):  # the gate is lost
+            failure = self.job.failure()
+            if failure is not None:
+                return failure.exit_code
+        return error.exit_code
+
     def _controls(self) -> list[Control]:
         """Return the control planes with the other job's ranks."""
         raise NotImplementedError

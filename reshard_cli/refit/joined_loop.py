@@ -112,10 +112,12 @@ def run_joined(
             traceback.print_exception(error)
     for one in undo:
         one()
+    code = told.exit_code
     if joined is not None:
         joined.tell(told)
+        code = joined.exit_code(told)
     sys.stderr.flush()
-    os._exit(told.exit_code)  # no teardown: groups may have work in flight, and would abort the process
+    os._exit(code)  # no teardown: groups may have work in flight, and would abort the process
 
 
 class _SourceLoop:

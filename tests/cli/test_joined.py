@@ -268,6 +268,24 @@ def test_what_ends_one_job_in_mid_loop_is_told_to_the_other_one_with_the_name_of
         assert "no destination job came" not in err  # without --rejoin nobody is waited for
 
 
+def test_all_ranks_of_a_job_end_with_its_own_exit_code_whichever_ends_first(jobs):
+    """The other job tells the second rank of the end of the first, which is still there."""
+    (jobs / "sitecustomize.py").write_text(
+        "import os, time\nend = os._exit\nos._exit = lambda code: (time.sleep(1.5 if code == 2 else 0), end(code))\n"
+    )
+    port = free_port()
+    source = start(jobs, port, "source", "--iterations", 1000)
+    destination = start_cli(
+        "refit", jobs / "train.yaml", jobs / "infer.yaml", "--join", f"127.0.0.1:{port}", "--role", "destination",
+        "--token-file", jobs / "token", "--lines", "/dev/full",
+        environment={"PYTHONPATH": os.pathsep.join([str(jobs), *sys.path])},
+    )  # fmt: skip
+    code, _, err = ended(destination)
+    assert code == 2, err
+    assert len(re.findall("^error: ", err, re.M)) == 1, err
+    assert ended(source)[0] == 4
+
+
 @pytest.mark.parametrize(
     ("role", "flags", "told"),
     [
