@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -19,21 +20,19 @@ def check_files(files: Mapping[str, str | None]) -> None:
     for flag, file in files.items():
         if file not in (None, "-"):
             _check_file(str(file), flag)
-    printed = [flag for flag, file in files.items() if file == "-"]
+    printed = [flag for flag, file in files.items() if file in ("-", "/dev/stdout")]
     if len(printed) > 1:
         raise DocumentError(f"{' and '.join(printed)}: only one of them can have standard output")
-    by_path: dict[str, list[str]] = {}
-    for flag, file in files.items():
-        if file not in (None, "-") and not _is_device(str(file)):
-            by_path.setdefault(os.path.realpath(str(file)), []).append(flag)
-    for path, flags in by_path.items():
-        if len(flags) > 1:
-            raise DocumentError(f"{' and '.join(flags)}: both would write {path}")
+    written = [(flag, Path(file)) for flag, file in files.items() if file not in (None, "-")]
+    for (flag, path), (other, same) in itertools.combinations(written, 2):
+        if _is_one_file(path, same):
+            raise DocumentError(f"{flag} and {other}: both would write {path.resolve()}")
 
 
-def _is_device(file: str) -> bool:
-    path = Path(file)
-    return path.exists() and not path.is_file()
+def _is_one_file(path: Path, other: Path) -> bool:
+    if path.exists() and other.exists():
+        return path.is_file() and path.samefile(other)  # not where both are /dev/null
+    return path.resolve() == other.resolve()
 
 
 def _check_file(file: str, flag: str) -> None:

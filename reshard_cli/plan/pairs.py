@@ -42,6 +42,14 @@ class TensorPair:
     scale_of: str | None = None
 
 
+def _tied_in(job: JobLayout, side: str, names: list[str], other: str) -> list[str]:
+    """Return a line on those of these names that only this side's document ties to another tensor."""
+    known = {tensor.name for tensor in job.tensors}
+    tied = [name for name in names if name in known]
+    told = f"{', '.join(tied[:8])}: tied (alias) in the {side}'s document alone; tie it in the {other}'s, too"
+    return [told] if tied else []
+
+
 def pair_tensors(
     source: JobLayout, destination: JobLayout, *, allow_extra: bool = False
 ) -> tuple[list[TensorPair], list[str]]:
@@ -64,15 +72,11 @@ def pair_tensors(
     lines = []
     if missing:
         lines.append(f"the source lacks {listed(missing)}")
+        lines += _tied_in(source, "source", missing, "destination")
     if unasked and (missing or not allow_extra):
         mend = "" if missing else " (--allow-extra leaves them out)"
         lines.append(f"the destination has no place for {listed(unasked)}{mend}")
-        known = {tensor.name for tensor in destination.tensors}
-        tied = [name for name in unasked if name in known]
-        if tied:
-            lines.append(
-                f"{', '.join(tied[:8])}: tied (alias) in the destination's document alone; tie it in the source's, too"
-            )
+        lines += _tied_in(destination, "destination", unasked, "source")
     if lines:
         raise WeightsError(f"{source.name} -> {destination.name}: " + "\n".join(lines))
     pairs, faults = [], []

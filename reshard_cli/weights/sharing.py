@@ -7,15 +7,21 @@ same memory, as tied parameters are, end with the values of whichever comes last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 from torch import Tensor
 
+from reshard_cli.errors import WeightsError
 from reshard_cli.layout.storage import RankStorage
+from reshard_cli.weights.windows import intersection, window_view, within
 
 __all__ = ["memory_fault", "sharing_faults"]
 
+Place = np.ndarray[tuple[int, ...], np.dtype[np.void]]
+
+_COUNTED = 1 << 20  # elements whose places are counted at most; beyond, they count as shared
 _HARD = 100_000  # steps that the exact answer for two strided views may take; beyond, they count as shared
 
 
@@ -34,7 +40,8 @@ def memory_fault(tensor: Tensor) -> str | None:
 def sharing_faults(storages: Sequence[RankStorage], tensors: Mapping[str, Tensor]) -> list[str]:
     """Return what is wrong with tensors that are to be written: elements that are one place in memory.
 
-    Tensors that hold the same elements of the same logical tensors (aliases) may lie in one place.
+    The same element of the same logical tensor may be held twice in one place: tied parameters whose document ties
+    them (alias), a fused tensor and its part, a transposed one.
     """
     lines = []
     spans = []
@@ -49,17 +56,17 @@ def sharing_faults(storages: Sequence[RankStorage], tensors: Mapping[str, Tensor
             )
             continue
         start = tensor.data_ptr()
-        spans.append(
-            (tensor.device.index or 0, start, start + _span(tensor) * tensor.element_size(), storage)
-        )
+        end = start + _span(tensor) * tensor.element_size()
+        spans.append((tensor.device.index or 0, start, end, storage))
     spans.sort(key=lambda one: one[:3])
+    place_of = cache(lambda name: _place(tensors[name]))  # few are asked for
     open_spans: list[tuple[int, int, int, RankStorage]] = []
     for span in spans:
         device, start, _, storage = span
         open_spans = [one for one in open_spans if one[0] == device and one[2] > start]
         for _, _, _, other in open_spans:
-            if not _tied(other, tensors[other.name], storage, tensors[storage.name]) and _share(
-                tensors[other.name], tensors[storage.name]
+            if _share(place_of(other.name), place_of(storage.name)) and _clash(
+                other, tensors[other.name], storage, tensors[storage.name]
             ):
                 lines.append(
                     f"live tensors {other.name!r} and {storage.name!r} share memory, and the document gives them "
@@ -79,30 +86,62 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
-        if step < covered:
+        if step == 0:
             return True
+        if step < covered:  # steps that are no multiples of each other: only counting tells
+            return tensor.numel() > _COUNTED or _num_places(tensor) < tensor.numel()
         covered = step * (size - 1) + covered
     return False
 
 
-def _tied(one: RankStorage, first: Tensor, other: RankStorage, second: Tensor) -> bool:
-    return one.windows == other.windows and (first.data_ptr(), first.stride(), first.dtype) == (
-        second.data_ptr(),
-        second.stride(),
-        second.dtype,
-    )
+def _num_places(tensor: Tensor) -> int:
+    places = np.zeros(1, np.int64)
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = np.add.outer(places, np.arange(size) * step).ravel()
+    return len(np.unique(places))
 
 
-def _share(first: Tensor, second: Tensor) -> bool:
-    """Say whether two tensors have a byte in common; nothing is read, so they may be on a GPU."""
+def _clash(one: RankStorage, first: Tensor, other: RankStorage, second: Tensor) -> bool:
+    """Say whether an element that two tensors share is not the same one of the same logical tensor."""
+    if one.windows == other.windows and _at(first) == _at(second):
+        return False
+    if one.has_padding or other.has_padding:
+        return True  # which is written, too
     try:
-        share = np.shares_memory(_place(first), _place(second), max_work=_HARD)  # type: ignore[arg-type]
-        return bool(share)
+        views = [
+            [window_view(it, window, held) for window in it.windows]
+            for it, held in ((one, first), (other, second))
+        ]
+    except WeightsError:
+        return True
+    for window, view in zip(one.windows, views[0], strict=True):
+        for twin, its_view in zip(other.windows, views[1], strict=True):
+            if not _share(_place(view), _place(its_view)):
+                continue
+            box = (
+                None if window.tensor != twin.tensor else intersection(window.lo, window.hi, twin.lo, twin.hi)
+            )
+            # with equal steps from an equal place, elements of other coordinates are at other places
+            if box is None or _at(within(view, window.lo, *box)) != _at(within(its_view, twin.lo, *box)):
+                return True
+    return False
+
+
+def _at(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor's elements are, in their order: along a dim of one element no step is taken."""
+    steps = tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return tensor.data_ptr(), tuple(tensor.shape), steps, tensor.dtype
+
+
+def _share(first: Place, second: Place) -> bool:
+    """Say whether two places have a byte in common; nothing is read, so they may be on a GPU."""
+    try:
+        return bool(np.shares_memory(first, second, max_work=_HARD))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-def _place(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+def _place(tensor: Tensor) -> Place:
     """Return a tensor's place in memory as an array that is never read."""
     size = tensor.element_size()
     interface = {

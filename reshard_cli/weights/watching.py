@@ -12,6 +12,8 @@ from reshard_cli.spec.headers import index_folder
 
 __all__ = ["Checkpoint", "Watched", "is_complete"]
 
+_WEIGHTS = (".safetensors", ".distcp")
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -26,8 +28,7 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._given: set[tuple[str, int]] = set()
-        self._contents: set[tuple[int, ...]] = set()
+        self._given: set[tuple[str | int, ...]] = set()
         self._count = 0
 
     def next(self) -> Checkpoint | None:
@@ -36,40 +37,35 @@ class Watched:
             return None
         found = []
         for path in self._folder.iterdir():
-            try:
-                if path.name.startswith(".") or not path.is_dir() or self._is_pointer(path):
-                    continue
-                key = (path.name, path.stat().st_ino)
-            except FileNotFoundError:
-                continue  # taken away meanwhile
-            if key not in self._given:
+            keys = () if path.name.startswith(".") or not path.is_dir() else _keys(path)
+            if keys and self._given.isdisjoint(keys):
                 numbers = re.findall(r"\d+", path.name)
-                found.append((int(numbers[-1]) if numbers else None, path.name, path, key))
-        for number, _, path, key in sorted(found, key=lambda one: (one[0] is None, one[0] or 0, one[1])):
-            if is_complete(path):
-                try:
-                    content = (key[1], *_times(path))
-                except FileNotFoundError:
-                    continue
-                self._given.add(key)
-                if content in self._contents:
-                    continue  # it got another name
-                self._contents.add(content)
+                found.append((int(numbers[-1]) if numbers else None, path.name, path, keys))
+        for number, _, path, keys in sorted(found, key=lambda one: (one[0] is None, one[0] or 0, one[1])):
+            if is_complete(path) and _keys(path) == keys:  # else it changes still, and comes when it does not
+                self._given.update(keys)
                 self._count += 1
                 return Checkpoint(path, self._count if number is None else number)
         return None
 
-    def _is_pointer(self, path: Path) -> bool:
-        """Say whether it is a link, as `latest`, to a checkpoint that is found by its own name."""
-        if not path.is_symlink():
-            return False
-        target = path.resolve()
-        return target.parent == self._folder.resolve() and not target.name.startswith(".")
 
+def _keys(folder: Path) -> tuple[tuple[str | int, ...], ...]:
+    """Return two names of what a folder holds, each of which says that it was given out.
 
-def _times(folder: Path) -> list[int]:
-    """Return when each file was written: folders that are made anew may have an earlier one's number."""
-    return sorted(file.stat().st_mtime_ns for file in folder.iterdir() if file.is_file())
+    Under its own name, when its weights were written: a folder that is made anew may have an earlier one's number. Under
+    any name, as it may be renamed or linked to: when the kernel saw them change, as writers may set the other times.
+    None where it is taken away meanwhile.
+    """
+    try:
+        number = folder.stat().st_ino
+        names = sorted(one for one in folder.iterdir() if one.name == ".metadata" or one.suffix in _WEIGHTS)
+        files = [one.stat() for one in names]
+    except FileNotFoundError:
+        return ()
+    return (
+        (folder.name, number, *(one.st_mtime_ns for one in files)),
+        (number, *(one.st_ctime_ns for one in files)),
+    )
 
 
 def is_complete(folder: Path) -> bool:

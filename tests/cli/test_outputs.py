@@ -36,6 +36,14 @@ def test_two_reports_are_not_one_file(command, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: --json and --html: both would write {file}\n"
     assert run_cli("plan", TRAIN, INFER, "--json", "/dev/null", "--html", "/dev/null").returncode == 0
+    file.write_text("")
+    (tmp_path / "link").symlink_to(file)
+    (tmp_path / "hard").hardlink_to(file)
+    for same in (tmp_path / "link", tmp_path / "hard"):
+        done = run_cli("plan", TRAIN, INFER, "--json", file, "--html", same)
+        assert (done.returncode, done.stderr) == (2, f"error: --json and --html: both would write {file}\n")
+    done = run_cli("plan", TRAIN, INFER, "--json", "-", "--html", "/dev/stdout")
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_metrics_are_a_file():

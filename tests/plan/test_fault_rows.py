@@ -202,6 +202,9 @@ def test_a_tie_that_only_the_destination_declares_is_told(tmp_path):
     with pytest.raises(WeightsError, match=r"b\.w: tied \(alias\) in the destination's document alone"):
         plan_of(read_jobs(source, destination))
     write_yaml(source, yaml.safe_load(source.read_text()) | {"alias": {"b.w": "a.w"}})
+    untied = {key: value for key, value in tied.items() if key != "alias"}
+    with pytest.raises(WeightsError, match=r"b\.w: tied \(alias\) in the source's document alone"):
+        plan_of(read_jobs(source, write_yaml(tmp_path / "untied.yaml", untied)))
     assert len(plan_of(read_jobs(source, destination)).pairs) == 1
 
 

@@ -67,6 +67,34 @@ def test_tied_parameters_need_a_document_that_ties_them():
     assert faults({"embed": tensor, "head": tensor}, tied={"head": "embed"}) == []
 
 
+def test_one_element_held_twice_in_one_place_is_right_and_another_one_is_not():
+    fused = torch.zeros(6, 4)
+    part = Window("e", (0, 0), (3, 4), 0, (4, 1))
+    both = RankStorage("f", (6, 4), "float32", (part, Window("x", (0, 0), (3, 4), 12, (4, 1))), False)
+    transposed = RankStorage("t", (4, 3), "float32", (Window("e", (0, 0), (3, 4), 0, (1, 3)),), False)
+    alone = storage("e", fused[:3])
+    for right in ({"e": fused[:3]}, {"t": fused[:3].t()}):
+        storages = [both, alone if "e" in right else transposed]
+        assert sharing_faults(storages, {"f": fused, **right}) == []
+    assert sharing_faults([alone, transposed], {"e": fused[:3], "t": fused[:3].t()}) == []
+    for wrong in ({"e": fused[3:]}, {"e": fused[1:4]}, {"t": fused[:4, :3]}):
+        storages = [both, alone if "e" in wrong else transposed]
+        assert len(sharing_faults(storages, {"f": fused, **wrong})) == 1
+    padded = RankStorage("p", (8, 4), "float32", (part,), False)
+    room = torch.zeros(10, 4)
+    assert len(sharing_faults([padded, storage("q", room[5:9])], {"p": room[:8], "q": room[5:9]})) == 1
+    twin = RankStorage("head", (8, 4), "float32", (part,), False)
+    assert sharing_faults([padded, twin], {"p": room[:8], "head": room[:8]}) == []
+
+
+def test_strides_that_are_no_multiples_are_counted():
+    assert faults({"a": torch.zeros(40).as_strided((3, 4), (4, 3))}) == []
+    assert len(faults({"a": torch.zeros(40).as_strided((4, 5), (4, 3))})) == 1
+    row = torch.zeros(8)
+    pair = {"a": row.as_strided((1, 8), (8, 1)), "b": row.as_strided((1, 8), (1, 1))}
+    assert faults(pair, tied={"b": "a"}) == []
+
+
 def test_an_expanded_tensor_is_one_place_for_several_elements():
     (told,) = faults({"a": torch.zeros(1, 4).expand(3, 4)})
     assert "several elements in one place" in told

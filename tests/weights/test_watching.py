@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -90,12 +92,57 @@ def test_a_link_to_a_checkpoint_and_another_name_of_one_are_no_checkpoints_of_th
     assert (found.path.name, found.version) == ("step-2", 2)
 
 
-def test_what_goes_away_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
-    write(tmp_path / "step-1", ["model.safetensors"])
-
-    def gone(_):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(watching, "_times", gone)
+def test_what_goes_away_or_changes_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
+    folder = write(tmp_path / "step-1", ["model.safetensors"])
     (tmp_path / "dangling").symlink_to("nowhere")
-    assert Watched(tmp_path).next() is None
+    real = watching.is_complete
+
+    def change(path: Path) -> bool:
+        os.utime(path / "model.safetensors", ns=(5, 5))
+        return real(path)
+
+    def take_away(path: Path) -> bool:
+        complete = real(path)
+        path.rename(tmp_path / ".gone")
+        return complete
+
+    watched = Watched(tmp_path)
+    for meanwhile in (change, take_away):
+        with monkeypatch.context() as patched:
+            patched.setattr(watching, "is_complete", meanwhile)
+            assert watched.next() is None
+    (tmp_path / ".gone").rename(folder)
+    assert watched.next() is not None
+    assert watched.next() is None
+
+
+def test_new_weights_are_new_whatever_the_folder_is_called_or_reuses(tmp_path):
+    """Slots that are written in turn, with a link of each step's number; folders of one name, or with times set back."""
+    watched = Watched(tmp_path)
+
+    def given() -> list[tuple[str, int]]:
+        return [(one.path.name, one.version) for one in iter(watched.next, None)]
+
+    slot = write(tmp_path / "slot", ["model.safetensors"])
+    for step in (1, 2, 3):
+        (slot / "model.safetensors").unlink()
+        save_file({"w": torch.full((8,), step)}, slot / "model.safetensors")
+        (tmp_path / f"step-{step}").symlink_to("slot")
+        assert given() == [(f"step-{step}", step)]
+        (tmp_path / f"step-{step}").unlink()
+    shutil.rmtree(slot)
+    for count in range(4, 8):
+        folder = write(tmp_path / "latest", ["model.safetensors"])
+        assert given() == [("latest", count)], "the file system gives the same number to each"
+        (folder / "README.md").write_text("more")
+        (folder / "model.safetensors").chmod(0o600)
+        assert given() == []
+        shutil.rmtree(folder)
+    for step in (10, 11, 12):
+        folder = write(tmp_path / f"step-{step}", ["model.safetensors"])
+        os.utime(folder / "model.safetensors", ns=(0, 0))
+        assert given() == [(folder.name, step)]
+        folder = folder.rename(tmp_path / f"kept-{step}")
+        (folder / "README.md").write_text("more")
+        assert given() == []
+        shutil.rmtree(folder)
