@@ -296,11 +296,15 @@ def test_what_is_left_of_a_dead_maker_is_removed_and_nothing_else(cluster):
     ids=["there", "back", "four flows", "fan out", "fan in", "both directions"],
 )
 def test_a_nic_has_its_rate_in_each_direction(cluster, flows, share):
+    """Never more than its rate; and more than the half that it were if flows or directions took from each other.
+
+    How near it comes depends on who else uses the machine: `bench` measures that in each run, with a probe.
+    """
     size = share * PAYLOAD // len(flows)
     rates = []
-    while len(rates) < 4 and max(rates, default=0) < 0.93 * share * RATE:  # others may use the machine
+    while len(rates) < 8 and max(rates, default=0) < 0.9 * share * RATE:
         rates.append(transfer(cluster, flows, size))
-    assert 0.9 * share * RATE <= max(rates) <= 1.03 * share * RATE, rates
+    assert 0.6 * share * RATE <= max(rates) <= 1.03 * share * RATE, rates
 
 
 @needs_cluster
@@ -320,7 +324,10 @@ def test_the_counters_tell_what_was_sent_and_received(cluster):
 @needs_cluster
 def test_within_a_node_nothing_is_shaped_nor_counted(cluster):
     before = cluster.counters()
-    assert transfer(cluster, [(0, 0)], PAYLOAD) > 2 * RATE
+    rates = [0.0]
+    while len(rates) < 8 and max(rates) < 2 * RATE:  # others may use the machine
+        rates.append(transfer(cluster, [(0, 0)], PAYLOAD))
+    assert max(rates) > 1.2 * RATE, rates
     assert cluster.counters() == before
 
 
