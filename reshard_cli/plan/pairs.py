@@ -121,7 +121,8 @@ def _dtype_fault(held: list[HeldTensor], wanted: list[HeldTensor]) -> str | None
     if held[0].dtype != wanted[0].dtype and not wanted[0].dtype_asked:
         return (
             f"the source has {held[0].dtype}, the destination {wanted[0].dtype}; "
-            f"to have it cast, write dtype: {wanted[0].dtype} in the destination's document"
+            f"to have it cast, write dtype: {wanted[0].dtype} in the destination's document "
+            "(Layout.of of its live tensors: cast=True)"
         )
     return None
 

@@ -41,7 +41,10 @@ def described(
     if isinstance(given, Layout):
         document = {key: value for key, value in given.layout.items() if key != "model"}
         note = {"layout": document, "model": given.model_text()}
-        return Described(of_note(note, str(document["name"])), note)
+        try:
+            return Described(_built(note), note)
+        except DocumentError as error:
+            raise DocumentError(f"the Layout of {document['name']!r}: {error}") from error
     if not isinstance(given, (str, Path)):
         raise DocumentError(
             f"a layout is a document's path or a Layout, not {type(given).__name__}: {given!r:.60}"
@@ -60,15 +63,19 @@ def described(
 
 def of_note(note: dict[str, Any], who: str, digest: str | None = None) -> JobLayout:
     """Return the layout of a note. Raises TransferError where it is none, or not the one of this digest."""
-    with tempfile.TemporaryDirectory(prefix="reshard-cli-") as folder:
-        path = Path(folder) / "layout.yaml"  # a job's name may be a path, and comes from the network
-        model = Path(folder) / "model.yaml"
-        try:
-            path.write_text(yaml.safe_dump(note["layout"], sort_keys=False), encoding="utf-8")
-            model.write_text(note["model"], encoding="utf-8")
-            layout = build_layout(read_layout_document(path), read_model(model))
-        except (KeyError, TypeError, ValueError, yaml.YAMLError, DocumentError) as error:
-            raise TransferError(f"the layout that {who} sent cannot be read: {error}") from error
+    try:
+        layout = _built(note)
+    except (KeyError, TypeError, ValueError, yaml.YAMLError, DocumentError) as error:
+        raise TransferError(f"the layout that {who} sent cannot be read: {error}") from error
     if digest is not None and layout.digest != digest:
         raise TransferError(f"the layout that {who} sent is not the one that it has")
     return layout
+
+
+def _built(note: dict[str, Any]) -> JobLayout:
+    with tempfile.TemporaryDirectory(prefix="reshard-cli-") as folder:
+        path = Path(folder) / "layout.yaml"  # a job's name may be a path, and comes from the network
+        model = Path(folder) / "model.yaml"
+        path.write_text(yaml.safe_dump(note["layout"], sort_keys=False), encoding="utf-8")
+        model.write_text(note["model"], encoding="utf-8")
+        return build_layout(read_layout_document(path), read_model(model))

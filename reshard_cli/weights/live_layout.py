@@ -36,9 +36,14 @@ class Layout:
     model: Model
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Any], *, name: str = "train", domain: int = 8) -> Layout:
-        """Return the layout of a live model, as `layout_of_state_dict` does. `domain`: ranks per NVLink domain."""
-        return layout_of_state_dict(state_dict, name=name, domain=domain)
+    def of(
+        cls, state_dict: Mapping[str, Any], *, name: str = "train", domain: int = 8, cast: bool = False
+    ) -> Layout:
+        """Return the layout of a live model, as `layout_of_state_dict` does. `domain`: ranks per NVLink domain.
+
+        cast: on a destination: have values of other dtypes cast to those of its tensors, which is refused otherwise.
+        """
+        return layout_of_state_dict(state_dict, name=name, domain=domain, cast=cast)
 
     def layout_text(self) -> str:
         """Return the layout document as YAML."""
@@ -59,16 +64,22 @@ class _Axis:
 
 
 _Place = tuple[tuple[str, int], ...]  # (axis, dim of the tensor) in the order in which they cut
-_Rule = tuple[tuple[_Axis, ...], _Place]
+_Rule = tuple[tuple[_Axis, ...], _Place, str | None]  # the mesh, the cuts, the dtype to cast to
 
 
 def layout_of_state_dict(
-    state_dict: Mapping[str, Any], *, name: str, domain: int = 8, ranks: int | None = None
+    state_dict: Mapping[str, Any],
+    *,
+    name: str,
+    domain: int = 8,
+    ranks: int | None = None,
+    cast: bool = False,
 ) -> Layout:
     """Return the layout of a live model, the same on every rank.
 
-    `ranks`: the job's, 0 to ranks - 1 of the process group; default: all of it. Plain tensors are replicated;
-    values that are no tensors are left out. Raises WeightsError for what no document says.
+    `ranks`: the job's, 0 to ranks - 1 of the process group; default: all of it. `cast`: each rule asks for the dtype
+    that its tensors have. Plain tensors are replicated; values that are no tensors are left out. Raises WeightsError
+    for what no document says.
     """
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -86,7 +97,7 @@ def layout_of_state_dict(
         if dtype not in ITEM_SIZE:
             raise WeightsError(f"tensor {plain!r} has dtype {dtype}, which is not known here")
         try:
-            rules[plain] = _rule_of(value, ranks)
+            rules[plain] = (*_rule_of(value, ranks), dtype if cast else None)
         except ValueError as error:
             raise WeightsError(f"tensor {plain!r}: {error}") from error
         tensors.append(LogicalTensor(plain, tuple(value.shape), dtype))
@@ -95,7 +106,7 @@ def layout_of_state_dict(
     return Layout(_document(name, ranks, domain, rules), Model(name, tuple(group_experts(tensors)), name))
 
 
-def _rule_of(value: Tensor, ranks: int) -> _Rule:
+def _rule_of(value: Tensor, ranks: int) -> tuple[tuple[_Axis, ...], _Place]:
     """Return the mesh (all its axes, outermost first) and the cuts of one tensor. Raises ValueError."""
     from torch.distributed.tensor import DTensor
 
@@ -238,7 +249,7 @@ def _document(name: str, ranks: int, domain: int, rules: Mapping[str, _Rule]) ->
     """Return the layout document: the most frequent rule last and for all names, the others by pattern."""
     usual = max(Counter(rules.values()).items(), key=lambda one: one[1])[0]
     meshes: dict[tuple[_Axis, ...], str] = {}
-    for axes, place in [usual, *rules.values()]:
+    for axes, place, _ in [usual, *rules.values()]:
         if place and axes not in meshes:
             meshes[axes] = f"mesh{len(meshes) + 1 if meshes else ''}"
     document: dict[str, Any] = {"name": name, "ranks": ranks, "domain": domain}
@@ -247,12 +258,14 @@ def _document(name: str, ranks: int, domain: int, rules: Mapping[str, _Rule]) ->
     first = next(iter(meshes.values()), None)
 
     def entry(match: str, rule: _Rule) -> dict[str, Any]:
-        axes, place = rule
+        axes, place, dtype = rule
         written: dict[str, Any] = {"match": match}
         if place and meshes[axes] != first:
             written["mesh"] = meshes[axes]
         if place:
             written["place"] = {axis: f"shard({dim})" for axis, dim in place}
+        if dtype is not None:
+            written["dtype"] = dtype
         return written
 
     patterns = _patterns(rules, usual)

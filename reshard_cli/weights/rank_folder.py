@@ -1,12 +1,14 @@
 """A folder with one safetensors file per rank, storage names inside: where refits go, and may come from.
 
 A folder is written under a hidden name beside its own and renamed when every rank's file is complete, so
-that whoever sees it under its name sees all of it.
+that whoever sees it under its name sees all of it. Where a file system cannot let two folders change names (NFS
+and some other shared ones), the earlier refit's folder is moved away first, and the name is gone for a moment.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -23,6 +25,8 @@ from reshard_cli.weights.files import MappedFile, create_tensor_file
 from reshard_cli.weights.windows import StorageWindows
 
 __all__ = ["PendingFolder", "rank_folder_source"]
+
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def rank_folder_source(folder: Path, layout: JobLayout, ranks: Sequence[int]) -> StorageWindows:
@@ -77,11 +81,16 @@ class PendingFolder:
         """`token` is the refit's own, the same on all ranks, so that two refits never meet."""
         self.target = target
         self.hidden = target.parent / f".{target.name}.{token}"
+        self.replaced = target.parent / f".{target.name}.{token}.replaced"
 
     def check(self) -> None:
         """Refuse a target that is something else than an earlier refit's folder."""
         if not self.target.parent.is_dir():
             raise DocumentError(f"--to: {self.target.parent} is no folder; make it first")
+        if not os.access(self.target.parent, os.W_OK | os.X_OK):
+            raise DocumentError(
+                f"--to: nothing can be written into {self.target.parent}; name another folder"
+            )
         if self.target.exists() and not (self.target.is_dir() and self._replaceable()):
             raise DocumentError(f"--to: {self.target} exists and is not a refit's folder; name another one")
 
@@ -112,7 +121,7 @@ class PendingFolder:
         try:
             _sync(self.hidden)
             if self.target.exists():
-                _exchange(self.hidden, self.target)
+                self._replace()
             else:
                 os.rename(self.hidden, self.target)
             _sync(self.target.parent)
@@ -120,9 +129,25 @@ class PendingFolder:
             raise TransferError(f"{self.target}: cannot be published: {error.strerror}") from error
         self.discard()  # after an exchange, the hidden name is the earlier refit's
 
+    def _replace(self) -> None:
+        try:
+            _exchange(self.hidden, self.target)
+        except OSError as error:
+            if error.errno not in _CANNOT_EXCHANGE:
+                raise
+        else:
+            return
+        os.rename(self.target, self.replaced)
+        try:
+            os.rename(self.hidden, self.target)
+        except OSError:
+            os.rename(self.replaced, self.target)
+            raise
+
     def discard(self) -> None:
-        """Remove what was written of a refit that failed."""
-        shutil.rmtree(self.hidden, ignore_errors=True)
+        """Remove what was written of a refit that failed, and what a later one has replaced."""
+        for folder in (self.hidden, self.replaced):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> None:

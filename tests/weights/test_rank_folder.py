@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors import safe_open
 
 from reshard_cli.errors import DocumentError, TransferError
 from reshard_cli.layout.storage import RankStorage
+from reshard_cli.weights import rank_folder
 from reshard_cli.weights.rank_folder import PendingFolder
 
 STORAGES = [
@@ -90,3 +93,33 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_path(tmp_path):
     (tmp_path / ".out.t").write_text("in the way")
     with pytest.raises(TransferError, match=r"\.out\.t"):
         PendingFolder(tmp_path / "out", "t").create(0, STORAGES, 1)
+
+
+def test_where_folders_cannot_change_names_the_earlier_one_is_replaced_all_the_same(tmp_path, monkeypatch):
+    def cannot(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(rank_folder, "_exchange", cannot)
+    for version in (1, 2):
+        publish(tmp_path / "out", version, f"t{version}")
+        with safe_open(tmp_path / "out" / "rank-00001.safetensors", "pt") as file:
+            assert file.metadata()["version"] == str(version)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_reason_not_to_exchange_is_told_and_the_earlier_folder_stays(tmp_path, monkeypatch):
+    def cannot(one: Path, other: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    publish(tmp_path / "out", 1, "first")
+    monkeypatch.setattr(rank_folder, "_exchange", cannot)
+    with pytest.raises(TransferError, match="out: cannot be published: Input/output error"):
+        publish(tmp_path / "out", 2, "second")
+    with safe_open(tmp_path / "out" / "rank-00001.safetensors", "pt") as file:
+        assert file.metadata()["version"] == "1"
+
+
+def test_a_place_that_cannot_be_written_is_refused_as_a_wrong_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(DocumentError, match="--to: nothing can be written into"):
+        PendingFolder(tmp_path / "out", "t").check()
