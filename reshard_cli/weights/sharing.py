@@ -11,7 +11,9 @@ from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.layout.storage import RankStorage
@@ -26,15 +28,27 @@ _HARD = 100_000  # steps that the exact answer for two strided views may take; b
 
 
 def memory_fault(tensor: Tensor) -> str | None:
-    """Say what is wrong with a tensor's memory, or None: it has none (meta), or less than its strides reach."""
+    """Say what is wrong with a tensor's memory, or None.
+
+    It has none (meta, fake, a subclass that wraps other tensors), or less than its strides reach, or its values are
+    not what lies there (sparse, a lazy conjugate).
+    """
     if tensor.device.type == "meta":
         return "has no memory: it is on the meta device"
+    if tensor.layout != torch.strided:
+        return f"is no dense tensor ({str(tensor.layout).removeprefix('torch.')}): bind its parts, each by a name"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazy conjugate: what lies in its memory is not its values; bind resolve_conj() of it"
     if tensor.numel() == 0:
         return None
     span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
     reach = (tensor.storage_offset() + span) * tensor.element_size()
     there = tensor.untyped_storage().nbytes()
-    return None if there >= reach else f"has {there} bytes of memory, and needs {reach}: was it freed?"
+    if there < reach:
+        return f"has {there} bytes of memory, and needs {reach}: was it freed?"
+    if isinstance(tensor, FakeTensor) or not tensor.data_ptr():
+        return f"has no memory of its own: it is a {type(tensor).__name__}; bind the tensors that hold its values"
+    return None
 
 
 def sharing_faults(storages: Sequence[RankStorage], tensors: Mapping[str, Tensor]) -> list[str]:

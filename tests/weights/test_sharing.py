@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard_cli.errors import WeightsError
 from reshard_cli.layout.storage import RankStorage, Window
@@ -111,3 +114,27 @@ def test_freed_memory_and_none_are_told():
         snapshot({"w": freed})
     with pytest.raises(WeightsError, match="infer 0: live tensor 'w' has 8 bytes"):
         LiveTensors({"w": freed}).held("infer 0", [storage("w", freed)], allow_extra=False)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (torch.ones(4, 4).to_sparse(), "is no dense tensor (sparse_coo)"),
+        (torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged), "is no dense tensor (jagged)"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "is a lazy conjugate"),
+        (TwoTensor(torch.ones(4), torch.zeros(4)), "it is a TwoTensor; bind the tensors that hold its values"),
+        (FakeTensorMode().from_tensor(torch.ones(3)), "it is a FakeTensor"),
+    ],
+    ids=["sparse", "nested", "conjugate", "wrapper", "fake"],
+)  # fmt: skip
+def test_tensors_whose_values_are_not_what_lies_in_their_memory_are_refused(tensor, told):
+    assert told in str(memory_fault(tensor))
+    with pytest.raises(WeightsError, match=re.escape(told)):
+        snapshot({"a": tensor})
+
+
+@pytest.mark.parametrize(
+    "make", [torch.nn.Parameter, torch.nn.Buffer, lambda one: one.t(), lambda one: one[1:, ::2]]
+)
+def test_plain_tensors_and_their_views_are_taken(make):
+    assert memory_fault(make(torch.ones(4, 4))) is None
