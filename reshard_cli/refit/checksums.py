@@ -58,7 +58,8 @@ Boxes = list[tuple[Corner, Corner, tuple[int, ...]]]
 def shared_boxes(plan: Plan) -> Iterator[SharedBox]:
     """Yield every box that a distinct box of the source shares with one of the destination.
 
-    Of the ranks that hold a box, another one answers for each tensor in turn.
+    Of the ranks that hold a box, another one answers for each tensor in turn; of a tied tensor, which may lie
+    elsewhere under its other name, all of them answer.
     """
     known: dict[object, Boxes] = {}
 
@@ -76,8 +77,11 @@ def shared_boxes(plan: Plan) -> Iterator[SharedBox]:
         for lo, hi, holders in boxes(plan.source, pair.source_geometries):
             for other_lo, other_hi, wanters in boxes(plan.destination, pair.destination_geometries):
                 shared = intersection(lo, hi, other_lo, other_hi) if lo else ((), ())
-                if shared is not None:
-                    yield SharedBox(index, *shared, holders[index % len(holders)], wanters)
+                if shared is None:
+                    continue
+                tied = len(pair.source_geometries) > 1
+                for holder in holders if tied else [holders[index % len(holders)]]:
+                    yield SharedBox(index, *shared, holder, wanters)
 
 
 def _dtype(pair: TensorPair) -> str:
@@ -113,7 +117,7 @@ def compare_sums(
     `held`: the windows of its storages, or of what lands before a cast. `sums`: what the source's ranks say, by
     rank. `storage_of`: the storage of each tensor, and `name` this rank's, for messages.
     """
-    compared = 0
+    compared, seen = 0, set[str]()
     for box in shared_boxes(plan):
         if rank not in box.wanters:
             continue
@@ -136,7 +140,8 @@ def compare_sums(
                 f"piece {shown_box(box.lo, box.hi)}: its checksum is not that of "
                 f"{plan.source.name} {box.holder}, which holds it"
             )
-        compared += count
+        compared += 0 if box.key in seen else count
+        seen.add(box.key)
     return compared
 
 

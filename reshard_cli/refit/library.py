@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from reshard_cli.errors import DocumentError, ReshardError, TransferError
+from reshard_cli.errors import DocumentError, ReshardError, TransferError, VerifyError
 from reshard_cli.plan.routes import Mode
 from reshard_cli.refit.documents import Described, described
 from reshard_cli.refit.ends import LiveEnd, LiveSourceEnd
@@ -289,8 +289,9 @@ class Session:
 
         A source names the version, and sends it to all destination jobs that are there; it waits up to the
         timeout for a first one. A destination waits for the source's next version as long as the source lives;
-        None: the source has closed. Raises TransferError where a rank was lost, with its name: a source may
-        go on, and the job that failed may join again; a destination has to join again.
+        None: the source has closed. Raises TransferError where a rank was lost, with its name, and VerifyError where
+        an element was found wrong (`verify`): a source may go on, and the job that failed may join again; a
+        destination has to join again.
         """
         version = self._asked("refit", version)
         self._settle()
@@ -418,7 +419,10 @@ class Session:
         joined.abandon(error if isinstance(error, ReshardError) else wrapped(None, error, member.rank, name))
 
 
-def _failure(done: Sequence[RefitOfJob]) -> TransferError:
+def _failure(done: Sequence[RefitOfJob]) -> ReshardError:
+    """Return one error for all jobs that failed: wrong values weigh more than a lost job."""
+    verify = any(isinstance(one.error, VerifyError) for one in done)
     lines = [one.told() for one in done if one.error is not None]
     reached = [one.job for one in done if one.error is None]
-    return TransferError("\n  ".join(lines) + (f"; it is on {', '.join(reached)}" if reached else ""))
+    message = "\n  ".join(lines) + (f"; it is on {', '.join(reached)}" if reached else "")
+    return VerifyError(message) if verify else TransferError(message)

@@ -31,6 +31,7 @@ from reshard_cli.transport.control import Control
 from reshard_cli.transport.exchange import open_m2n, open_transport
 from reshard_cli.transport.m2n import M2n
 from reshard_cli.transport.message import Transport
+from reshard_cli.weights.ties import check_ties
 from reshard_cli.weights.windows import Source, StorageWindows
 
 __all__ = ["Iteration", "Pair", "Progress"]
@@ -208,9 +209,11 @@ class Pair:
         return run_rounds(executor, self.transport, clock.phase, done)
 
     def _verify(self, version: int) -> None:
-        """Compare this rank's elements with the source, found by the layouts alone."""
+        """Compare this rank's elements with the source, found by the layouts alone, and the source with its document."""
         truth = None if self.truth is None else self.truth.truth(self.plan, version)
         try:
+            if self._source is not None and self.source_rank is not None:
+                check_ties(self._source, self.plan.source, self.source_rank)
             if truth is None:
                 self._verify_by_sums(version)
             elif self._destination is not None:

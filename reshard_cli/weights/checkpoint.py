@@ -25,6 +25,7 @@ __all__ = [
     "check_tensors",
     "extra_names",
     "logical_names",
+    "tied_names",
     "wanted_tensors",
 ]
 
@@ -33,11 +34,15 @@ AnyStored = TypeVar("AnyStored", bound=Stored)
 
 
 class CheckpointSource:
-    """Reads boxes of logical tensors from safetensors files. Files are mapped when first touched."""
+    """Reads boxes of logical tensors from safetensors files. Files are mapped when first touched.
+
+    `ties`: the aliases that are stored beside their tensors, with those tensors' names and shapes.
+    """
 
     def __init__(self, stored: Mapping[str, StoredTensor], layout: JobLayout, extra: list[str]) -> None:
         """`stored` is by the layout's logical names, `extra` what was left out: see `check_checkpoint`."""
         self.extra = extra
+        self.ties = {own: (one, stored[one].shape) for own, one in tied_names(stored, layout).items()}
         self._stored = stored
         self._num_experts = {one.logical: one.shape[0] for one in layout.tensors if one.has_experts}
         self._in_place: dict[str, bool] = {}
@@ -89,6 +94,7 @@ def check_checkpoint(
     """
     names = logical_names(index_folder(folder), layout)
     wanted = wanted_tensors(pairs)
+    wanted |= {own: wanted[one] for own, one in tied_names(names, layout).items() if one in wanted}
     extra = extra_names(names, wanted, layout)
     check_tensors(folder, names, wanted, extra, allow_extra=allow_extra)
     return names, extra
@@ -146,7 +152,10 @@ def check_tensors(
 
 
 def logical_names(stored: Mapping[str, AnyStored], layout: JobLayout) -> dict[str, AnyStored]:
-    """Return the stored tensors under the names that the layout's documents use, aliases as their tensor."""
+    """Return the stored tensors under the names that the layout's documents use.
+
+    An alias is its tensor where that is not stored itself; else it keeps its name.
+    """
     plain = {normalise(name): tensor for name, tensor in stored.items()}
     model: Model = model_of_checkpoint(layout.name, stored)
     renamed = rename_model(model, layout.loaded.document.rename)
@@ -154,7 +163,24 @@ def logical_names(stored: Mapping[str, AnyStored], layout: JobLayout) -> dict[st
     for before, after in zip(model.tensors, renamed.tensors, strict=True):
         for old, new in zip(before.names(), after.names(), strict=True):
             names[new] = plain[old]
-    for tensor in layout.tensors:
-        if tensor.name != tensor.logical and tensor.name in names:
-            names.setdefault(tensor.logical, names.pop(tensor.name))
+    for own, logical in _alias_names(layout):
+        if own in names and logical not in names:
+            names[logical] = names.pop(own)
     return names
+
+
+def tied_names(names: Collection[str], layout: JobLayout) -> dict[str, str]:
+    """Return the aliases that are stored beside the tensors that they stand for, with those tensors' names."""
+    return {own: logical for own, logical in _alias_names(layout) if own in names and logical in names}
+
+
+def _alias_names(layout: JobLayout) -> Iterator[tuple[str, str]]:
+    """Yield (name, name of the tensor whose values it has) of each alias, the experts apart."""
+    for tensor in layout.tensors:
+        if tensor.name == tensor.logical:
+            continue
+        if tensor.has_experts:
+            for expert in range(tensor.shape[0]):
+                yield fill(tensor.name, expert=expert), fill(tensor.logical, expert=expert)
+        else:
+            yield tensor.name, tensor.logical

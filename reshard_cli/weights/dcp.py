@@ -21,7 +21,13 @@ from reshard_cli.spec.dcp import Chunk, ChunkedTensor, DcpIndex, read_dcp
 from reshard_cli.spec.dtypes import item_size
 from reshard_cli.spec.names import fill
 from reshard_cli.weights.archive import SavedTensor, find_tensor
-from reshard_cli.weights.checkpoint import check_tensors, extra_names, logical_names, wanted_tensors
+from reshard_cli.weights.checkpoint import (
+    check_tensors,
+    extra_names,
+    logical_names,
+    tied_names,
+    wanted_tensors,
+)
 from reshard_cli.weights.files import MappedFile
 from reshard_cli.weights.tensors import torch_dtype
 from reshard_cli.weights.windows import Boxed, Corner, intersection, parts_of, within
@@ -41,12 +47,15 @@ class CheckedDcp:
 
 
 class DcpSource:
-    """Reads boxes of logical tensors from the chunks of a DCP folder."""
+    """Reads boxes of logical tensors from the chunks of a DCP folder; `ties` as in CheckpointSource."""
 
     def __init__(self, checked: CheckedDcp, layout: JobLayout) -> None:
         """`checked` is what `check_dcp` returned for this layout."""
         self.extra, self.prefix = checked.extra, checked.prefix
         self._tensors = checked.tensors
+        self.ties = {
+            own: (one, checked.tensors[one].shape) for own, one in tied_names(checked.tensors, layout).items()
+        }
         self._num_experts = {one.logical: one.shape[0] for one in layout.tensors if one.has_experts}
         self._files: dict[Path, MappedFile] = {}
         self._saved: dict[Chunk, SavedTensor] = {}
@@ -139,6 +148,7 @@ def check_dcp(
     taken = {index.prefixes[saved[name]] for name in wanted}
     beside = [name for name, one in saved.items() if index.prefixes[one] in taken]
     extra = extra_names(beside, wanted, layout)
+    wanted |= {own: wanted[one] for own, one in tied_names(saved, layout).items() if one in wanted}
     tensors = index.tensors({name: saved[name] for name in wanted})
     check_tensors(folder, tensors, wanted, extra, allow_extra=allow_extra)
     if allow_extra:

@@ -144,6 +144,10 @@ class StorageWindows:
         """Say that the bytes lie where they are held."""
         return True
 
+    def views(self, name: str) -> list[Boxed]:
+        """Return all that is held of a tensor."""
+        return list(self._views.get(name, ()))
+
     def windows(self, name: str, lo: Corner, hi: Corner) -> Iterator[Boxed]:
         """Yield the parts of the box that are held here."""
         for own_lo, own_hi, view in self._views.get(name, ()):

@@ -14,8 +14,9 @@ from reshard_cli.refit.ends import MemoryEnd
 from reshard_cli.refit.pair import Pair
 from reshard_cli.refit.prepare import read_jobs
 from reshard_cli.weights.tensors import raw
-from tests.refit.live_jobs import Place, joined_destination, joined_source, run_both, well
-from tests.refit.live_weights import documents, held, poisoned, whole
+from tests.refit.live_jobs import Place, jobs, joined_destination, joined_source, run_both, well
+from tests.refit.live_weights import TENSORS, documents, held, poisoned, whole
+from tests.support import model_document, write_yaml
 
 
 def send(place: Place, *_: Any) -> str:
@@ -23,7 +24,7 @@ def send(place: Place, *_: Any) -> str:
     with contextlib.closing(joined_source(place)) as session:
         session.bind(live)
         session.refit(1)
-        with pytest.raises(Exception, match="verification failed") as caught:
+        with pytest.raises(VerifyError, match="verification failed") as caught:
             session.refit(2)
         return str(caught.value)
 
@@ -83,6 +84,93 @@ def test_a_wrong_value_is_found_named_and_not_committed(tmp_path, fault, tensor,
         assert f"tensor {tensor!r}" in told
         assert f"piece {piece}" in told
     assert [one[1:] for one in destinations] == [(None, True)] * len(destinations)
+
+
+def send_untied(place: Place, wrong: str) -> str:
+    live = held(whole(1), 0, place.size, place.rank)
+    with contextlib.closing(joined_source(place)) as session:
+        session.bind(live)
+        session.refit(1)
+        if place.rank == 1:
+            raw(live[wrong]).view(-1)[-1] ^= 1
+        with pytest.raises(VerifyError) as caught:
+            session.refit(2)
+        return str(caught.value)
+
+
+def take_untied(place: Place, _: str) -> tuple[str, Any, bool]:
+    with contextlib.closing(joined_destination(place)) as session:
+        session.bind(poisoned(held(whole(1), 1, place.size, place.rank)))
+        assert session.refit() == 1
+        with pytest.raises(VerifyError) as caught:
+            session.refit()
+        return str(caught.value), session.version, session.torn
+
+
+@pytest.mark.parametrize("wrong", ["embed.weight", "head.weight"])
+def test_live_tied_tensors_that_differ_on_a_rank_end_the_refit_on_all(tmp_path, wrong):
+    sources, destinations = run_both(tmp_path, send_untied, take_untied, wrong)
+    well([*sources, *destinations])
+    for told in [*sources, *[one[0] for one in destinations]]:
+        assert "element [7, 3] of 'embed.weight' differs from that of 'head.weight'" in told
+        assert "train 1" in told
+        assert "nothing was committed" in told
+    assert [one[1:] for one in destinations] == [(None, True)] * len(destinations)
+
+
+# the embedding lies on the first stage and the head on the last: no rank has both
+STAGED = {
+    "name": "train", "model": "model.yaml", "ranks": 2, "alias": {"embed.weight": "head.weight"},
+    "meshes": {"all": {"pp": 2}}, "pipeline": {"first": ["embed.weight"], "last": ["head.weight", "bias"]},
+    "tensors": [{"match": "*", "place": {"pp": "stage"}}],
+}  # fmt: skip
+TAKING = {
+    "name": "infer", "model": "model.yaml", "ranks": 1, "alias": {"embed.weight": "head.weight"},
+    "tensors": [{"match": "*"}],
+}  # fmt: skip
+
+
+def of_stages(version: int, *stages: int) -> dict[str, torch.Tensor]:
+    names = (["embed.weight"], ["head.weight", "bias"])
+    values = whole(version)
+    return {name: values[name] for stage in stages for name in names[stage]}
+
+
+def send_staged(place: Place) -> str:
+    live = of_stages(1, place.rank)
+    with contextlib.closing(joined_source(place)) as session:
+        session.bind(live)
+        session.refit(1)
+        if place.rank == 0:
+            live["embed.weight"][3, 1] = 7.0
+        with pytest.raises(VerifyError) as caught:
+            session.refit(2)
+        return str(caught.value)
+
+
+def take_staged(place: Place) -> tuple[str, Any, bool]:
+    with contextlib.closing(joined_destination(place)) as session:
+        session.bind(poisoned(of_stages(1, 0, 1)))
+        assert session.refit() == 1
+        with pytest.raises(VerifyError) as caught:
+            session.refit()
+        return str(caught.value), session.version, session.torn
+
+
+def test_live_tied_tensors_that_differ_between_stages_are_found(tmp_path):
+    tied = dict.fromkeys(("embed.weight", "head.weight"), TENSORS["head.weight"])
+    write_yaml(tmp_path / "model.yaml", model_document({**tied, "bias": TENSORS["bias"]}))
+    write_yaml(tmp_path / "train.yaml", STAGED)
+    write_yaml(tmp_path / "infer.yaml", TAKING)
+    with jobs(tmp_path) as started:
+        started.start("train", 2, send_staged)
+        started.start("infer", 1, take_staged)
+        found = started.all_well()
+    told, version, torn = found["infer", 0]
+    for one in (told, found["train", 0], found["train", 1]):
+        assert "tensor 'head.weight'" in one
+        assert "its checksum is not that of train" in one
+    assert (version, torn) == (None, True)
 
 
 # ---- memory -----------------------------------------------------------------------------------------------
