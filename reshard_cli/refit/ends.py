@@ -6,6 +6,7 @@ it holds whole. Both say when the memory behind them has changed, as what was pr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,9 @@ __all__ = [
     "OriginEnd",
     "SourceEnd",
 ]
+
+
+_KEPT_OPEN = 16  # plans of jobs that take one version
 
 
 class _Storages:
@@ -80,7 +84,8 @@ class OriginEnd:
     origin_of: Callable[[int], str]
     allow_extra: bool
     trust: bool = False
-    _opened: tuple[Plan, object, Source] | None = field(default=None, init=False)
+    _opened: list[tuple[Plan, object, Source]] = field(default_factory=list, init=False)
+    _opening: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def check(self, plan: Plan, ranks: list[int], version: int) -> list[str]:
         return self._open(plan, ranks, version)[1]
@@ -100,9 +105,14 @@ class OriginEnd:
             return self._open(plan, [rank], version)[0], origin
         files = [(path.name, path.stat()) for path in sorted(Path(origin).iterdir())]
         place = (origin, *((name, one.st_ino, one.st_mtime_ns) for name, one in files))
-        if self._opened is None or self._opened[0] is not plan or self._opened[1] != place:
-            self._opened = (plan, place, self._open(plan, [rank], version)[0])
-        return self._opened[2], place
+        with self._opening:
+            # several jobs take the same version, each by a plan of its own
+            self._opened = [one for one in self._opened if one[1] == place][-_KEPT_OPEN:]
+            known = next((source for of, _, source in self._opened if of is plan), None)
+            if known is None:
+                known = self._open(plan, [rank], version)[0]
+                self._opened.append((plan, place, known))
+        return known, place
 
     def truth(self, plan: Plan, version: int) -> Source | None:
         ranks = list(range(plan.source.num_ranks))
@@ -119,6 +129,7 @@ class LiveSourceEnd:
         self._storages = _Storages()
         self._place: object = None
         self._windows = StorageWindows()
+        self._binding = threading.Lock()
 
     def _held(self, plan: Plan, rank: int) -> dict[str, Tensor]:
         live = self._live if self._taken is None else LiveTensors(self._taken)
@@ -142,13 +153,16 @@ class LiveSourceEnd:
         self._taken = None
 
     def source(self, plan: Plan, rank: int, version: int) -> tuple[Source, object]:
-        tensors = self._held(plan, rank)
-        place = place_of(tensors)
-        if place != self._place:
-            self._place, self._windows = place, StorageWindows()
-            self._windows.add(self._storages.of(plan.source, rank), tensors)
+        with self._binding:  # several jobs may be refitted at once
+            tensors = self._held(plan, rank)
+            place = place_of(tensors)
+            if place != self._place:
+                windows = StorageWindows()
+                windows.add(self._storages.of(plan.source, rank), tensors)
+                self._place, self._windows = place, windows
+            held = self._windows
         made = made_of(plan.pairs, at=["sender"])
-        return (QuantisingSource(self._windows, made) if made else self._windows), place
+        return (QuantisingSource(held, made) if made else held), place
 
     def truth(self, plan: Plan, version: int) -> Source | None:
         return None

@@ -146,6 +146,7 @@ class Joined:
         self.member, self.options = member, replace(options, iterations=None)
         self._process = process
         self.gate = GateStore(member.address, member.token, options.timeout, self._stop)
+        self.store: Store = self.gate  # by which the sessions ask
         self.watchdog = Watchdog(
             self._another, parent=None, ends=process is not None, last_words=self._end_told
         )
@@ -174,7 +175,7 @@ class Joined:
 
     def _controlled(self, prefix: str, rank: int, num_ranks: int, name_of: Callable[[int], str]) -> Control:
         """Return a control plane under a prefix of the gate's keys, with this rank's will and signs of life."""
-        control = Control(Prefixed(self.gate, prefix), rank, num_ranks, self.options.timeout, name_of)
+        control = Control(Prefixed(self.store, prefix), rank, num_ranks, self.options.timeout, name_of)
         lost = Failure(rank, TransferError.exit_code, f"{name_of(rank)} {{how}} (last: {{phase}})", rank)
         self.gate.will(f"{prefix}failure", lost, f"{prefix}phase/{rank}")
         # a source goes on without a job that failed; its transports' timeouts bring it back

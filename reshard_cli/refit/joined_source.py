@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from reshard_cli.errors import ReshardError, TransferError
 from reshard_cli.layout.job import JobLayout
@@ -30,9 +34,12 @@ from reshard_cli.refit.pair import Iteration
 from reshard_cli.refit.prepare import Jobs, RefitOptions
 from reshard_cli.transport.control import Control
 from reshard_cli.transport.gate_client import GateProcess, StopAskedError, open_gate
+from reshard_cli.transport.lanes import Lanes
 from reshard_cli.transport.store import Prefixed
 
 __all__ = ["JoinedSource", "RefitOfJob"]
+
+_AT_ONCE = 8  # jobs, each with its own staging in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,10 @@ class JoinedSource(Joined):
                 self._gate_process.end()
             raise
         self.own, self.end = own, end
+        # kernels of several NCCL communicators on one GPU may wait for each other, so there one job follows another
+        gloo = options.backend == "gloo" or (options.backend == "auto" and not torch.cuda.is_available())
+        self._lanes = Lanes(self.gate, _AT_ONCE if gloo else 1)
+        self.store = self._lanes.store
         self._note = note
         self._layouts: dict[str, JobLayout] = {}  # of the jobs that came, by what they say
         self._facts = facts_of(
@@ -109,28 +120,46 @@ class JoinedSource(Joined):
 
         Rank 0 waits up to `wait` seconds (default: the timeout) for a first job. Raises TransferError where none
         comes; returns at once where this process is asked to end meanwhile.
-        A job that fails does not keep the others from theirs; it is let go, and may come in again.
-        `released` is called when the source's tensors are not read any more. `rejoin`: a job that failed since the
-        last refit is waited for like a first one; else its failure is raised.
+        Over gloo, several jobs are refitted at once. A job that fails does not keep the others from theirs; it is let
+        go, and may come in again. `released` is called when the source's tensors are not read any more.
+        `rejoin`: a job that failed since the last refit is waited for like a first one; else its failure is raised.
         """
         turn = self._agreed_turn(version, self.options.timeout if wait is None else wait, rejoin)
         for number in [one for one in self.sessions if one not in turn]:
             gone = self.sessions.pop(number)
             self._drop(gone.control, gone.pair)
             self._lost[number] = TransferError(f"{gone.name} is gone")
-        done = []
-        for number in turn:
-            done.append(self._refit_one(number, version, released if number == turn[-1] else lambda: None))
+        reading, lock = set(turn), threading.Lock()
+
+        def let_go(number: int) -> None:
+            with lock:
+                last = reading == {number}
+                reading.discard(number)
+            if last:
+                released()
+
+        calls = [partial(self._refit_one, number, version, partial(let_go, number)) for number in turn]
+        try:
+            done = self._lanes.run(calls)
+        except BaseException:  # an interrupt: whoever runs them still closes them, as the gate is given up
+            self.sessions.clear()
+            raise
         return [one for one in done if one is not None]
 
     def _refit_one(self, number: int, version: int, released: Callable[[], None]) -> RefitOfJob | None:
+        try:
+            return self._refitted(number, version, released)
+        finally:
+            released()
+
+    def _refitted(self, number: int, version: int, released: Callable[[], None]) -> RefitOfJob | None:
         session = self.sessions.get(number)
         name = f"job {number}" if session is None else session.name
         try:
             if number in self._lost:
                 raise self._lost[number]
             if session is None:
-                about = json.loads(self.gate.get(f"session/{number}/about"))
+                about = json.loads(self.store.get(f"session/{number}/about"))
                 name = about["name"]
                 session = self._admitted(number, about)
                 session.pair.open(version)
@@ -308,6 +337,7 @@ class JoinedSource(Joined):
     def _leave(self) -> None:
         self.closed = True
         self.watchdog.end()
+        self._lanes.close()
         with contextlib.suppress(TransferError):
             # only whoever opened the gate ends it: this may be a rank of a second source, that was not let in
             self.gate.leave(end=self._gate_process is not None)

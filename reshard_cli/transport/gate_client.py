@@ -254,7 +254,7 @@ class GateStore:
                 send_frame(self._socket, frame)
                 answer = receive_frame(self._socket)
             except (OSError, ValueError) as error:
-                self._give_up(str(error))
+                self.give_up(str(error))
                 raise TransferError(self._lost) from error
             except BaseException as error:  # an interrupt: the gate tells the others that this rank is gone
                 self._lost = (
@@ -266,7 +266,7 @@ class GateStore:
             raise TransferError(f"the gate at {self._address}: {answer['error']}")
         return answer
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Use this connection no more, as a late answer would be taken for the next one's; nor those beside it."""
         self._lost = self._lost or f"lost the source's gate at {self._address}: {why}"
         self._socket.close()

@@ -41,12 +41,13 @@ class Place:
     size: int
     port: int
     folder: Path
+    host: str = "127.0.0.1"
 
     def join(self, role: Any, source: Any, destination: Any, **options: Any) -> Session:
         """Join the other job as this rank."""
         given: dict[str, Any] = {"timeout": TIMEOUT, "backend": "gloo", **options}
         return rs.join(
-            source, destination, role=role, rendezvous=f"127.0.0.1:{self.port}", token="shared",
+            source, destination, role=role, rendezvous=f"{self.host}:{self.port}", token="shared",
             rank=self.rank, world_size=self.size, job=self.job, **given,
         )  # fmt: skip
 
