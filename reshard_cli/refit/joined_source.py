@@ -160,7 +160,7 @@ class JoinedSource(Joined):
                 raise self._lost[number]
             if session is None:
                 about = json.loads(self.store.get(f"session/{number}/about"))
-                name = about["name"]
+                name = about["shown"]
                 session = self._admitted(number, about)
                 session.pair.open(version)
                 self.sessions[number] = session
@@ -188,7 +188,9 @@ class JoinedSource(Joined):
 
     def _admitted(self, number: int, about: dict[str, Any]) -> JoinedSession:
         layout = self._layout_of(about["name"], about["digest"], about["note"])
-        return self._session(number, self.member.rank, Jobs(self.own.layout, layout), self.end, None)
+        session = self._session(number, self.member.rank, Jobs(self.own.layout, layout), self.end, None)
+        session.name = about["shown"]
+        return session
 
     def _layout_of(self, name: str, digest: str, note: Any) -> JobLayout:
         """Return a job's layout by its own words, and not by this side's: their order is that of its plan."""
@@ -276,7 +278,7 @@ class JoinedSource(Joined):
         self._stale = list(self._lost)
 
     def _newcomers(self) -> list[int]:
-        numbers = []
+        numbers, shown = [], set[str]()
         there = self.gate.jobs("destination")
         self._seen &= {job.entry for job in there}
         for job in there:
@@ -298,10 +300,13 @@ class JoinedSource(Joined):
                 continue
             number = self._next_session
             self._next_session += 1
-            about = {"name": job.name, "digest": own[0], "note": job.note}
+            taken = {one.name for one in self.sessions.values()} | shown
+            name = f"{job.name} (job {number})" if job.name in taken else job.name  # replicas have one layout
+            shown.add(name)
+            about = {"name": job.name, "shown": name, "digest": own[0], "note": job.note}
             self.gate.set(f"session/{number}/about", json.dumps(about))
             self.gate.set(f"entries/{job.entry}/session", json.dumps(number))
-            self._note(f"{job.name} ({job.size} ranks) came in")
+            self._note(f"{name} ({job.size} ranks) came in")
             numbers.append(number)
         return numbers
 
